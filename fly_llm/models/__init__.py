@@ -1,0 +1,1 @@
+"""The only room that imports transformers' model side: loading, compatibility, caches and the shared registry."""

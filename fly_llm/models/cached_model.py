@@ -1,0 +1,161 @@
+"""A model and the cache of the tokens it has seen. Everything this project knows about transformers' cache API is here.
+
+- transformers 5.24 renamed the forward's `past_key_values` to `cache`; both names are handled.
+- `Cache.crop` takes a negative count; this class takes an absolute length, which cannot drift.
+- Sliding-window layers drop their past unless recording is on, and their `crop` drops what rolls out of the window.
+  Several rollbacks in a row (nested drafting) need that past, so rolling back and giving up the past are two calls:
+  `truncate` and `settle`.
+- Whether a cache can be cropped is known only after it has been used.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
+
+from fly_llm.errors import UnsupportedCacheError
+
+
+class CachedModel:
+    """One sequence's view of a causal language model.
+
+    Args:
+        model: a transformers causal language model.
+        max_length: the most tokens it can hold; None if unknown.
+        vocab_size: slice the logits to this width (a draft model padded wider than its target).
+        rollback: prepare the cache for `truncate`. Plain decoding does not need it, and works on caches that cannot
+            be rolled back.
+    """
+
+    def __init__(
+        self, model: Any, *, max_length: int | None = None, vocab_size: int | None = None, rollback: bool = True
+    ) -> None:
+        self._model = model
+        self._max_length = max_length
+        config = model.config.get_text_config(decoder=True)
+        self._config = config
+        self._vocab_size: int = min(config.vocab_size, vocab_size or config.vocab_size)
+        self._rollback = rollback
+        names = inspect.signature(type(model).forward).parameters
+        self._cache_name = "cache" if "cache" in names else "past_key_values"
+        self._keeps_logits = "logits_to_keep" in names
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything and release the cache's memory."""
+        self._cache: Any = None  # transformers' layer classes share no typed interface
+        self._length: int = 0
+        self._restorable: int = 0
+        self._num_forwards: int = 0
+
+    @property
+    def length(self) -> int:
+        """How many tokens the cache holds."""
+        return self._length
+
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens the model can hold, None if unknown."""
+        return self._max_length
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self._vocab_size
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards run since the last `reset`."""
+        return self._num_forwards
+
+    @property
+    def shortest_restorable(self) -> int:
+        """`truncate` works down to this length: below it, a sliding-window layer has dropped what it would need."""
+        return self._restorable
+
+    @torch.inference_mode()
+    def advance(self, tokens: Sequence[int], num_logits: int) -> Tensor:
+        """Run tokens through the model, after the ones the cache holds.
+
+        Args:
+            tokens: at least one.
+            num_logits: how many of the last positions to return, 1 to len(tokens).
+
+        Returns:
+            [num_logits, vocab_size] logits in the model's dtype, on its device.
+        """
+        if self._cache is None:
+            self._cache = DynamicCache(config=self._config)
+            if self._rollback:
+                self._cache.activate_past_recording()
+        inputs: dict[str, Any] = {self._cache_name: self._cache}
+        if self._keeps_logits:
+            inputs["logits_to_keep"] = num_logits
+        ids = torch.tensor([list(tokens)], device=self._model.device)
+        output = self._model(input_ids=ids, use_cache=True, return_dict=True, **inputs)
+        self._num_forwards += 1
+        self._length += len(tokens)
+        logits: Tensor = output.logits[0, -num_logits:, : self._vocab_size]
+        return logits
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens from `length` on. The past that sliding layers still record is kept; see `settle`.
+
+        Raises:
+            UnsupportedCacheError: the cache cannot go back that far.
+            ValueError: the cache is shorter than `length`.
+        """
+        remove = self._length - length
+        if remove < 0:
+            raise ValueError(f"cannot truncate a cache of {self._length} tokens to {length}")
+        if remove == 0 or self._cache is None:
+            return
+        if length < self._restorable:
+            raise UnsupportedCacheError(
+                f"the cache of {self._length} tokens can be truncated to {self._restorable} or more, not to {length}: "
+                "its sliding-window layers have dropped the tokens before. Start a new cache instead"
+            )
+        for layer in self._cache.layers:
+            if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized:
+                layer.keys = layer.keys[..., :-remove, :]
+                layer.values = layer.values[..., :-remove, :]
+                layer.cumulative_length -= remove
+            else:
+                layer.crop(-remove)
+                if _forgets(layer):  # here a crop drops the recorded past as well
+                    self._restorable = length
+        self._length = length
+
+    def settle(self) -> None:
+        """Give up what is only needed to truncate below the current length (the past of sliding-window layers)."""
+        if self._cache is None or not self._rollback:
+            return
+        for layer in self._cache.layers:
+            if _forgets(layer):
+                layer.crop(0)
+                if self._length >= getattr(layer, "sliding_window", 0):
+                    self._restorable = self._length
+
+    def check_rollback(self) -> None:
+        """Check that the cache can be truncated; only meaningful once it holds tokens.
+
+        Raises:
+            UnsupportedCacheError: it cannot; nothing has been generated yet.
+        """
+        cache = self._cache
+        if cache is not None and self._rollback and not (cache.is_croppable and cache.get_seq_length() == self._length):
+            kinds = sorted({type(layer).__name__ for layer in cache.layers if not layer.is_croppable})
+            raise UnsupportedCacheError(
+                f"{type(self._model).__name__} keeps a cache that cannot be rolled back ({', '.join(kinds) or 'unused'}), so "
+                "it can neither verify drafts nor draft. Use num_speculative_tokens=0 (plain decoding), or another model"
+            )
+
+
+def _forgets(layer: Any) -> bool:
+    """Whether a cache layer keeps only the recent past: a sliding window, or convolution states."""
+    return isinstance(layer, DynamicSlidingWindowLayer) or hasattr(layer, "conv_states")
