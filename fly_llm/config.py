@@ -16,6 +16,7 @@ from typing import Any, Literal
 from fly_llm.errors import ConfigError
 
 Entropy = Literal["top3", "normalized"]
+Drafting = Literal["auto", "lookup", "model", "nested"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class FLyConfig:
             means about 3.6 nats, which few positions reach.
         lossless: turn relaxation off. The output is what the target alone would have written.
         strict_prefix: the first n generated tokens are never relaxed.
+        drafting: "lookup" copies from the context, "model" asks the draft model, "nested" lets lookup draft for the
+            draft model; "auto" is nested where there is a draft model, else lookup.
         relax_lookup: whether tokens that prompt lookup sends straight to the target may be relaxed. They are copies
             of the context, so a relaxed one can be a wrong name or number.
     """
@@ -44,6 +47,7 @@ class FLyConfig:
     entropy: Entropy = "top3"
     lossless: bool = False
     strict_prefix: int = 0
+    drafting: Drafting = "auto"
     relax_lookup: bool = True
 
     def __post_init__(self) -> None:
@@ -52,6 +56,8 @@ class FLyConfig:
         _integer("strict_prefix", self.strict_prefix, low=0)
         if self.entropy not in ("top3", "normalized"):
             raise ConfigError(f"entropy must be 'top3' or 'normalized', got {self.entropy!r}")
+        if self.drafting not in ("auto", "lookup", "model", "nested"):
+            raise ConfigError(f"drafting must be 'auto', 'lookup', 'model' or 'nested', got {self.drafting!r}")
         _boolean("lossless", self.lossless)
         _boolean("relax_lookup", self.relax_lookup)
         if self.window is not None:
@@ -161,12 +167,33 @@ def resolve(fly: FLyConfig, sampling: SamplingConfig, overrides: Mapping[str, An
     return dataclasses.replace(fly, **changed_fly), dataclasses.replace(sampling, **changed_sampling)
 
 
+_ALSO_KNOWN_AS = {
+    "entropy_threshold": "theta",
+    "fly_entropy_threshold": "theta",
+    "fly_window_size": "window",
+    "k": "num_speculative_tokens",
+    "max_length": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "num_assistant_tokens": "num_speculative_tokens",
+    "num_draft_tokens": "num_speculative_tokens",
+    "num_predict": "max_tokens",
+    "prompt_lookup_num_tokens": "num_speculative_tokens",
+    "strict": "lossless",
+    "w": "window",
+    "win_len": "window",
+    "window_size": "window",
+}
+"""What other tools call these settings; used for suggestions only."""
+
+
 def check_names(given: Iterable[str], known: Iterable[str]) -> None:
     """Raise a `ConfigError` that suggests the nearest known name for the first unknown one."""
     known = list(known)
     for name in given:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            close = [_ALSO_KNOWN_AS.get(name.lower(), "")]
+            if close[0] not in known:
+                close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}? " if close else ""
             raise ConfigError(f"unknown setting {name!r}: {hint}Known settings are {', '.join(sorted(known))}")
 

@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -154,6 +155,16 @@ class Stats:
         """Emitted tokens per second of decoding, prefill excluded; 0.0 before the first round."""
         return self.num_output_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
+    def as_dict(self) -> dict[str, Any]:
+        """Counters and derived ratios, JSON-able."""
+        return {
+            **dataclasses.asdict(self),
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "acceptance_rate": self.acceptance_rate,
+            "relaxed_share": self.relaxed_share,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
     @property
     def other_seconds(self) -> float:
         """Decode time spent neither drafting nor verifying."""
@@ -191,8 +202,7 @@ class Result:
         stats: what drafting and verification did.
         relaxed: positions in `token_ids` of relaxed tokens.
         overruled: for each of them, the token the target would have chosen.
-        relaxed_spans: (start, end) character positions in `text` of the text those tokens wrote; a token that wrote no
-            visible character has none.
+        relaxed_spans: (start, end) character positions in `text` of what those tokens wrote, touching ones joined.
         settings: the values in force for this request (θ, W, K, temperature, seed ...), JSON-able.
     """
 
@@ -205,6 +215,16 @@ class Result:
     overruled: tuple[int, ...] = ()
     relaxed_spans: tuple[tuple[int, int], ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
+
+    def report(self) -> dict[str, Any]:
+        """What FLy was set to and what it did, JSON-able: settings, counters, ratios, relaxed text."""
+        return {
+            **self.settings,
+            **self.stats.as_dict(),
+            "relaxed": list(self.relaxed),
+            "overruled": list(self.overruled),
+            "relaxed_spans": [list(span) for span in self.relaxed_spans],
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,27 +160,35 @@ def noisy_copy(model: Any, scale: float = 0.07, seed: int = 1) -> Any:
 
 def greedy(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """The slow, obvious greedy continuation: no cache, one full forward per token, end-of-sequence ignored."""
-    ids = list(prompt)
+    return greedy_all(model, [prompt], max_tokens)[0]
+
+
+def greedy_all(model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """`greedy` for several prompts of one length, side by side."""
+    ids = torch.tensor(prompts)
     with torch.inference_mode():
         for _ in range(max_tokens):
-            logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
-            ids.append(int(logits.argmax()))
-    return ids[len(prompt) :]
+            logits = model(ids, use_cache=False).logits[:, -1]
+            ids = torch.cat((ids, logits.argmax(-1, keepdim=True)), dim=1)
+    return ids[:, len(prompts[0]) :].tolist()
+
+
+def answer_logits(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """[prompts, answer length, vocab]: the logits from which each token of the answers would be chosen."""
+    ids = torch.tensor([[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)])
+    with torch.inference_mode():
+        return model(ids, use_cache=False).logits[:, len(prompts[0]) - 1 : -1]
 
 
 def agreement(
     model: PreTrainedModel, draft: PreTrainedModel, prompts: Sequence[Sequence[int]], max_tokens: int = 40
 ) -> float:
     """Share of the target's greedy steps at which the draft model, given the same prefix, picks the same token."""
-    same = total = 0
-    for prompt in prompts:
-        answer = greedy(model, prompt, max_tokens)
-        with torch.inference_mode():
-            logits = draft(torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0]
-        picks = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
-        same += sum(pick == token for pick, token in zip(picks, answer, strict=True))
-        total += len(answer)
-    return same / total
+    answers = greedy_all(model, prompts, max_tokens)
+    picks = answer_logits(draft, prompts, answers).argmax(-1)
+    return (picks == torch.tensor(answers)).float().mean().item()
 
 
 def random_prompts(count: int = 8, length: int = 12, *, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> list[list[int]]:

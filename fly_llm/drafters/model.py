@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 
@@ -82,9 +83,10 @@ class ModelDrafter:
     def _step(self, committed: Sequence[int], tentative: list[int], room: int) -> tuple[list[int], Tensor | None]:
         """One forward of the draft model: at least one token, at most `room`, cut after an end-of-sequence token."""
         guess = self._inner.propose(committed, tentative, room - 1) if self._inner and room > 1 else Draft()
+        guess = Draft(tuple(itertools.takewhile(lambda token: token < self._model.vocab_size, guess.ids)))
         context = len(committed) + len(tentative)
         pending = _slice(committed, tentative, len(self._cached))
-        verdict = verify(self._model, pending, guess, (committed, tentative), self._sampler)
+        verdict = verify(self._model, self._known(pending), guess, (committed, tentative), self._sampler)
         self._cached.extend(pending)
         self._cached.extend(verdict.token_ids[:-1])
         self._model.truncate(context + len(verdict.token_ids) - 1)
@@ -114,13 +116,17 @@ class ModelDrafter:
             self._model.settle()
         behind = _slice(committed, tentative, common)[:-1]
         if len(behind) > self._chunk or not self._cached:
-            if not prefill(self._model, behind, self._chunk, self._request.cancelled):
+            if not prefill(self._model, self._known(behind), self._chunk, self._request.cancelled):
                 self._cached = self._cached[: self._model.length]
                 return False
             self._cached.extend(behind)
         if self._cached and not self._settled:
             self._model.check_rollback()
         return True
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens as the draft model can embed them: a target padded wider than the draft model has ids it lacks."""
+        return [token if token < self._model.vocab_size else 0 for token in tokens]
 
     def _without_model(self, limit: int, committed: Sequence[int], tentative: Sequence[int], max_tokens: int) -> Draft:
         if not self._outgrown:

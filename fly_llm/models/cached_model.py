@@ -121,7 +121,7 @@ class CachedModel:
                 "its sliding-window layers have dropped the tokens before. Start a new cache instead"
             )
         for layer in self._cache.layers:
-            if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized:
+            if _records(layer):
                 layer.keys = layer.keys[..., :-remove, :]
                 layer.values = layer.values[..., :-remove, :]
                 layer.cumulative_length -= remove
@@ -149,11 +149,18 @@ class CachedModel:
         """
         cache = self._cache
         if cache is not None and self._rollback and not (cache.is_croppable and cache.get_seq_length() == self._length):
-            kinds = sorted({type(layer).__name__ for layer in cache.layers if not layer.is_croppable})
+            names = sorted({type(layer).__name__ for layer in cache.layers if not layer.is_croppable})
+            kinds = ", ".join(names) or "unused"
             raise UnsupportedCacheError(
-                f"{type(self._model).__name__} keeps a cache that cannot be rolled back ({', '.join(kinds) or 'unused'}), so "
-                "it can neither verify drafts nor draft. Use num_speculative_tokens=0 (plain decoding), or another model"
+                f"{type(self._model).__name__} keeps a cache that cannot be rolled back ({kinds}), "
+                "so it can neither verify drafts nor draft. Use num_speculative_tokens=0 (plain decoding) or another "
+                "model"
             )
+
+
+def _records(layer: Any) -> bool:
+    """Whether a cache layer is a plain sliding window that holds tokens (a subclass may keep more than keys)."""
+    return type(layer) is DynamicSlidingWindowLayer and layer.is_initialized
 
 
 def _forgets(layer: Any) -> bool:

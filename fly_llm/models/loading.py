@@ -1,0 +1,325 @@
+"""Models and tokenizers from a hub name, a local folder, a GGUF file or a live object.
+
+One rule for each thing that is often surprising: a checkpoint's generation settings are not inherited (they are
+logged), a dispatched or quantised model is never moved, a live model's weights are never touched, GGUF weights are
+unpacked. Every failure is one `ModelLoadError` that says what to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import json
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fly_llm.errors import ConfigError, ModelLoadError
+from fly_llm.models import compatibility
+from fly_llm.models.compatibility import ignored_generation_settings
+from fly_llm.models.sources import NOT_A_MODEL, Source, explained, resolve_source
+
+__all__ = ["LoadOptions", "LoadedModel", "describe", "fast_dtype", "ignored_generation_settings", "load_model"]
+
+logger = logging.getLogger("fly_llm")
+
+_DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16", "half": "float16"}
+_DTYPES |= {"fp32": "float32", "float32": "float32", "auto": "auto"}
+_STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model is loaded.
+
+    Attributes:
+        dtype: "auto", "bfloat16", "float16" or "float32" (short forms and `torch.dtype` are understood). "auto" keeps
+            the checkpoint's; for a GGUF file, whose weights are unpacked, it is `fast_dtype` of the device.
+        device_map: None is cuda, else mps, else cpu; "auto" and its kin shard; or a device name, or a map as in
+            transformers.
+        quantization_config: a transformers quantisation config.
+        revision: branch, tag or commit of a hub model.
+        token: hub token; None uses the stored one.
+        trust_remote_code: run model code that comes with the checkpoint.
+        attn_implementation: as in transformers ("sdpa", "eager", "flash_attention_2").
+        local_files_only: never ask the hub.
+
+    Raises:
+        ConfigError: an unknown dtype, or a device that is not a device.
+    """
+
+    dtype: str = "auto"
+    device_map: str | dict[str, Any] | None = None
+    quantization_config: Any = None
+    revision: str | None = None
+    token: str | bool | None = field(default=None, repr=False)
+    trust_remote_code: bool = False
+    attn_implementation: str | None = None
+    local_files_only: bool = False
+
+    def __post_init__(self) -> None:
+        name = _DTYPES.get(str(self.dtype).removeprefix("torch.").lower())
+        if name is None:
+            raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)} or the torch.dtype, got {self.dtype!r}")
+        object.__setattr__(self, "dtype", name)
+        place: Any = self.device_map
+        if isinstance(place, int) and not isinstance(place, bool):
+            place = f"cuda:{place}"
+        if isinstance(place, torch.device):
+            place = str(place)
+        if isinstance(place, str) and place not in _STRATEGIES:
+            try:
+                torch.device(place)
+            except RuntimeError:
+                raise ConfigError(
+                    f"device_map must be a device (cpu, cuda, cuda:1, mps), one of {', '.join(_STRATEGIES)}, a map or "
+                    f"None, got {place!r}"
+                ) from None
+        object.__setattr__(self, "device_map", place)
+
+    def key(self) -> tuple[Any, ...]:
+        """A hashable value, equal for options that load the same weights the same way; the token plays no part."""
+        place: Any = self.device_map
+        if isinstance(place, dict):
+            place = tuple(sorted((str(module), str(device)) for module, device in place.items()))
+        quantization: Any = self.quantization_config
+        if quantization is not None:
+            as_dict = quantization if isinstance(quantization, dict) else quantization.to_dict()
+            quantization = json.dumps(as_dict, sort_keys=True, default=str)
+        rest = (self.revision, self.trust_remote_code, self.attn_implementation, self.local_files_only)
+        return (self.dtype, place, quantization, *rest)
+
+
+@dataclass
+class LoadedModel:
+    """A model ready to decode, with what decoding needs to know about it.
+
+    Attributes:
+        model: a causal language model in eval mode.
+        tokenizer: its tokenizer.
+        eos_ids: every id that ends an answer.
+        special_ids: special and added tokens, which are never relaxed.
+        context_window: the most tokens it can hold; None if nothing says so.
+        name: hub name, path, or class name of a live model.
+        device: where its inputs go: the device of its embedding.
+    """
+
+    model: Any
+    tokenizer: Any
+    eos_ids: frozenset[int]
+    special_ids: frozenset[int]
+    context_window: int | None
+    name: str
+    device: torch.device
+
+
+def load_model(
+    source: Any, options: LoadOptions | None = None, *, tokenizer: Any = None, chat_template: str | Path | None = None
+) -> LoadedModel:
+    """Load a model and its tokenizer.
+
+    Args:
+        source: hub name, local folder, GGUF file (a path, or `owner/repository/file.gguf`), or live `PreTrainedModel`.
+        options: how to load it; for a live model they play no part.
+        tokenizer: a tokenizer, or its name or folder, to use instead of the checkpoint's. Needed for live models.
+        chat_template: a Jinja template, or the path of one, to use instead of the tokenizer's.
+
+    Raises:
+        ModelLoadError: something is missing, damaged, unreachable or no causal language model; the message says what.
+        ConfigError: a live model without a tokenizer, or a chat template that is neither text nor a file.
+    """
+    options = options or LoadOptions()
+    if not isinstance(source, str | Path):
+        if not hasattr(source, "get_input_embeddings") or not hasattr(source, "config"):
+            raise ConfigError(NOT_A_MODEL.format(type(source).__name__))
+        model, name = source, str(getattr(source, "name_or_path", "") or type(source).__name__)
+        if tokenizer is None:
+            raise ConfigError(f"a live model ({name}) does not know its tokenizer: pass tokenizer= as well")
+        compatibility.require_causal_lm(source.config, name)
+        if model.training:
+            logger.debug("%s was in training mode and is now in eval mode", name)
+            model.eval()
+        where = config = None
+    else:
+        where = resolve_source(source)
+        name, config = where.name, _load_config(where, options)
+    if tokenizer is None:
+        tokenizer = _load_tokenizer(where, options)
+    elif isinstance(tokenizer, str | Path):
+        place = Path(tokenizer).expanduser()  # a folder with a tokenizer alone has no config.json
+        other = Source(str(tokenizer), str(place), local=True) if place.is_dir() else resolve_source(tokenizer)
+        tokenizer = _load_tokenizer(other, dataclasses.replace(options, revision=None))
+    if chat_template is not None:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.chat_template = _template(chat_template)
+    if where is not None:
+        model = _load_weights(where, config, options)
+    compatibility.log_ignored_settings(name, getattr(model, "generation_config", None))
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        eos_ids=compatibility.eos_ids(model.config, getattr(model, "generation_config", None), tokenizer),
+        special_ids=compatibility.special_ids(tokenizer),
+        context_window=compatibility.context_window(model.config, tokenizer),
+        name=name,
+        device=_input_device(model),
+    )
+
+
+def describe(source: Any, options: LoadOptions | None = None) -> dict[str, Any]:
+    """What a checkpoint is, without loading its weights (the file of a GGUF is read for its header and tokenizer).
+
+    Returns:
+        JSON-able: name, architecture, parameters, dtype, memory_bytes (weights alone, unquantised, at that dtype),
+        quantization (method), context_window, sliding_window, vocab_size, tokenizer_size, eos_ids, has_chat_template,
+        ignored_generation_settings.
+
+    Raises:
+        ModelLoadError: as in `load_model`.
+    """
+    from transformers import GenerationConfig
+
+    options = options or LoadOptions()
+    where = resolve_source(source)
+    config = _load_config(where, options)
+    tokenizer = _load_tokenizer(where, options)
+    generation: Any = None
+    if where.gguf_file is None:
+        with contextlib.suppress(OSError):  # most base models have none
+            generation = GenerationConfig.from_pretrained(where.place, **where.arguments(options))
+    with explained(where):
+        empty = _empty(config, options)
+    parameters = _count_parameters(empty)
+    dtype = options.dtype
+    if dtype == "auto":
+        stored = None if where.gguf_file else getattr(compatibility.text_config(config), "dtype", None)
+        dtype = str(stored or fast_dtype(_device(options))).removeprefix("torch.")
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None and not isinstance(quantization, dict):
+        quantization = quantization.to_dict()
+    text = compatibility.text_config(config)
+    return {
+        "name": where.name,
+        "architecture": type(empty).__name__,
+        "parameters": parameters,
+        "dtype": dtype,
+        "memory_bytes": parameters * getattr(torch, dtype).itemsize,
+        "quantization": (quantization or {}).get("quant_method"),
+        "context_window": compatibility.context_window(config, tokenizer),
+        "sliding_window": compatibility.sliding_window(config),
+        "vocab_size": text.vocab_size,
+        "tokenizer_size": len(tokenizer),
+        "eos_ids": sorted(compatibility.eos_ids(config, generation, tokenizer)),
+        "has_chat_template": bool(tokenizer.chat_template),
+        "ignored_generation_settings": ignored_generation_settings(generation),
+    }
+
+
+def fast_dtype(device: str) -> torch.dtype:
+    """The dtype in which weights that have none of their own are decoded fastest on a device.
+
+    That is bfloat16, except on a CPU without bfloat16 arithmetic, where a forward over several tokens (the one that
+    verifies a draft) is up to three times slower in bfloat16 than in float32.
+    """
+    if not device.startswith("cpu"):
+        return torch.bfloat16
+    able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return torch.bfloat16 if any(able.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")) else torch.float32
+
+
+def _device(options: LoadOptions) -> str:
+    """The device (or the strategy's) that an option set means on this machine."""
+    place = options.device_map
+    if isinstance(place, str) and place not in _STRATEGIES:
+        kind = torch.device(place).type
+        there: dict[str, Any] = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
+        if kind in there and not there[kind]():
+            raise ModelLoadError(f"device_map={place!r}, but this machine has no such device: use 'cpu' or None")
+        return place
+    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def _input_device(model: Any) -> torch.device:
+    device = model.get_input_embeddings().weight.device
+    if device.type == "meta":  # offloaded: the weights come to the device on which the layer runs
+        first = next(iter(getattr(model, "hf_device_map", {"": model.device}).values()))
+        return torch.device(f"cuda:{first}" if isinstance(first, int) else "cpu" if first == "disk" else first)
+    return torch.device(device)
+
+
+def _load_config(where: Source, options: LoadOptions) -> Any:
+    from transformers import AutoConfig
+
+    with explained(where):
+        config = AutoConfig.from_pretrained(where.place, **where.arguments(options))
+    compatibility.require_causal_lm(config, where.name)
+    return config
+
+
+def _load_tokenizer(where: Any, options: LoadOptions) -> Any:
+    from transformers import AutoTokenizer
+
+    with explained(where, "tokenizer"):
+        return AutoTokenizer.from_pretrained(where.place, **where.arguments(options))
+
+
+def _load_weights(where: Source, config: Any, options: LoadOptions) -> Any:
+    """`from_pretrained` straight onto the device, so that nothing is moved afterwards."""
+    import transformers
+    from transformers.utils.quantization_config import GgufConfig
+
+    device = _device(options)
+    dtype: Any = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
+    arguments = where.arguments(options) | {"config": config, "device_map": options.device_map or device}
+    if options.quantization_config is not None:
+        arguments["quantization_config"] = options.quantization_config
+    if options.attn_implementation is not None:
+        arguments["attn_implementation"] = options.attn_implementation
+    with explained(where):
+        if where.gguf_file is not None:
+            dtype = fast_dtype(device) if dtype == "auto" else dtype
+            arguments.setdefault("quantization_config", GgufConfig(dequantize=True))
+            _log_unpacking(where, _count_parameters(_empty(config, options)) * dtype.itemsize, dtype)
+        auto: Any = transformers.AutoModelForCausalLM
+        model, info = auto.from_pretrained(where.place, dtype=dtype, output_loading_info=True, **arguments)
+    wrong = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
+    if wrong:
+        raise ModelLoadError(
+            f"{where.name!r} lacks {len(wrong)} of the weights that a {type(model).__name__} has (or has them in "
+            f"another shape), {wrong[0]} for one: the checkpoint is incomplete, or config.json belongs to another one"
+        )
+    return model.eval().requires_grad_(False)
+
+
+def _empty(config: Any, options: LoadOptions) -> Any:
+    """The model without memory behind its weights: its class and its shapes."""
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        return auto.from_config(copy.deepcopy(config), trust_remote_code=options.trust_remote_code)
+
+
+def _count_parameters(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _template(chat_template: str | Path) -> str:
+    if isinstance(chat_template, str) and ("{" in chat_template or "\n" in chat_template):
+        return chat_template
+    try:
+        return Path(chat_template).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"chat_template={str(chat_template)!r} is neither a Jinja template nor a file that opens"
+        ) from error
+
+
+def _log_unpacking(where: Source, needed: int, dtype: torch.dtype) -> None:
+    size = Path(where.place, where.gguf_file or "").stat().st_size if where.local else 0
+    packed = f" of {size / 1e9:.2f} GB" if size else ""
+    logger.info("%s: the weights%s are unpacked to %s and will take %.2f GB", where.name, packed, dtype, needed / 1e9)
