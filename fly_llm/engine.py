@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-import random
-import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fly_llm.config import KNOBS, FLyConfig, SamplingConfig, check_names, resolve
-from fly_llm.errors import ConfigError, ContextOverflowError, PromptError
-from fly_llm.models.registry import Handle, ModelSpec, Pair
+from fly_llm.errors import ConfigError, PromptError
+from fly_llm.models.registry import Handle, ModelSpec
 from fly_llm.stream import EventStream, Request, result_async, stream_async
-from fly_llm.types import Event, Result, Stats, Usage
-
-log = logging.getLogger("fly_llm")
+from fly_llm.types import Event, Result
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """A text to complete as it stands, token ids, or chat messages (which go through the chat template)."""
 
-DEFAULT_MAX_TOKENS = 1024
 TEMPLATE_OPTIONS = ("tools", "documents", "chat_template_kwargs")
 
 
@@ -153,7 +147,9 @@ class FLyEngine:
 
     def count_tokens(self, prompt: Prompt, **template_options: Any) -> int:
         """How many tokens the prompt has once rendered. Loads the models if they are not loaded."""
-        return len(_encode(self._handle.models.pair(), _checked(prompt), template_options))
+        from fly_llm.request import encode
+
+        return len(encode(self._handle.models.pair(), _checked(prompt), template_options))
 
     def load(self) -> FLyEngine:
         """Load the weights now instead of at the first request. Raises `ModelLoadError`."""
@@ -184,8 +180,8 @@ class FLyEngine:
                 )
         return (partial(FLyEngine, fly=self.fly, sampling=self.sampling), self._specs)
 
-    def _starter(self, prompt: Prompt, overrides: Mapping[str, Any]) -> partial[None]:
-        """Check what can be checked without the models, and prepare the job for the worker thread."""
+    def _starter(self, prompt: Prompt, overrides: Mapping[str, Any]) -> Callable[[Request], None]:
+        """Check what can be checked without the models. Returns what queues the request for the worker thread."""
         check_names(overrides, (*KNOBS, *TEMPLATE_OPTIONS))
         template = {name: overrides[name] for name in TEMPLATE_OPTIONS if name in overrides}
         knobs = {name: value for name, value in overrides.items() if name not in TEMPLATE_OPTIONS}
@@ -196,21 +192,19 @@ class FLyEngine:
         models = self._handle.models
 
         def job(request: Request) -> None:
+            from fly_llm.request import encode, run
+
             try:
                 if not request.cancelled():
                     pair = models.pair()
-                    ids = _encode(pair, checked, template)
-                    for event in _events(pair, ids, fly, sampling, lambda: request.cancelled() or models.exiting):
+                    ids = encode(pair, checked, template)
+                    for event in run(pair, ids, fly, sampling, lambda: request.cancelled() or models.exiting):
                         request.deliver(event)
                 request.deliver(None)
             except BaseException as error:
-                request.deliver(error.with_traceback(None) if isinstance(error, ConfigError) else error)
+                request.deliver(error)
 
-        return partial(_submit, models.submit, job)
-
-
-def _submit(submit: Any, job: Any, request: Request) -> None:
-    submit(partial(job, request))
+        return lambda request: models.submit(partial(job, request))
 
 
 def _checked(prompt: Any) -> str | list[Any]:
@@ -229,195 +223,3 @@ def _checked(prompt: Any) -> str | list[Any]:
         "a prompt is a str, a list of token ids, or a list of messages like {'role': 'user', 'content': '...'}, "
         f"got {type(prompt).__name__}: {str(prompt)[:80]!r}"
     )
-
-
-def _encode(pair: Pair, prompt: str | list[Any], template: Mapping[str, Any]) -> list[int]:
-    """Token ids of a checked prompt."""
-    from fly_llm.text.chat import encode_text, render_chat
-
-    tokenizer = pair.target.tokenizer
-    if isinstance(prompt, str):
-        with pair.tokenizer_lock:
-            return encode_text(tokenizer, prompt)
-    if isinstance(prompt[0], Mapping):
-        options = {name: value for name, value in template.items() if name != "chat_template_kwargs"}
-        with pair.tokenizer_lock:
-            return render_chat(tokenizer, prompt, template_kwargs=template.get("chat_template_kwargs"), **options)
-    size = pair.target.model.config.get_text_config(decoder=True).vocab_size
-    for token in prompt:
-        if not 0 <= token < size:
-            raise PromptError(f"token id {token} is not in the target's vocabulary of {size} ids")
-    return prompt
-
-
-def _events(
-    pair: Pair, prompt: list[int], fly: FLyConfig, sampling: SamplingConfig, cancelled: Callable[[], bool]
-) -> Iterator[Event]:
-    """Run one request on the worker thread."""
-    from fly_llm.decoding.decode import decode
-    from fly_llm.decoding.sampling import Sampler
-    from fly_llm.decoding.verify import Rule
-    from fly_llm.drafters.base import DraftRequest
-    from fly_llm.models.cached_model import CachedModel
-    from fly_llm.text.transcript import Transcript
-
-    target = pair.target
-    max_tokens = _budget(len(prompt), target.context_window, sampling.max_tokens)
-    seed = _seed(sampling)
-    eos_ids = _end_ids(target, sampling)
-    cache = CachedModel(target.model, max_length=target.context_window, rollback=fly.num_speculative_tokens > 0)
-    _check_bias(sampling, cache.vocab_size)
-    drafting = _drafting(pair, fly)
-    drafter = _drafter(pair, drafting, cache.vocab_size) if fly.num_speculative_tokens else None
-    transcript = Transcript(target.tokenizer, sampling.stop, fly.strict_prefix)
-    rule = Rule(fly.theta, fly.effective_window, fly.entropy, fly.relax_lookup, target.eos_ids | target.special_ids)
-    stats = Stats()
-    ids: list[int] = []
-    relaxed: list[int] = []
-    overruled: list[int] = []
-    texts: list[str] = []
-    spans: list[tuple[int, int]] = []
-
-    def piece() -> tuple[str, tuple[tuple[int, int], ...]]:
-        text, marked = transcript.take()
-        start = sum(map(len, texts))
-        spans.extend((a + start, b + start) for a, b in marked)
-        texts.append(text)
-        return text, marked
-
-    try:
-        if drafter is not None:
-            draft_seed = random.Random(f"draft {seed}").getrandbits(62)
-            drafter.start(DraftRequest(sampling, draft_seed, eos_ids, cancelled))
-        for round_ in decode(
-            cache,
-            drafter,
-            prompt,
-            sampler=Sampler(sampling, seed or 0, cache.vocab_size),
-            max_tokens=max_tokens,
-            num_speculative_tokens=fly.num_speculative_tokens,
-            rule=rule,
-            eos_ids=eos_ids,
-            stats=stats,
-            cut=transcript.cut,
-            exact=transcript.exact,
-            cancelled=cancelled,
-        ):
-            positions = [len(ids) + i for i in round_.relaxed]
-            transcript.mark(positions)
-            relaxed.extend(positions)
-            overruled.extend(round_.overruled)
-            ids.extend(round_.token_ids)
-            text, marked = piece()
-            yield Event(text, round_.token_ids, round_.relaxed, marked, round_)
-            if round_.finish_reason is None:
-                continue
-            transcript.finish()
-            text, marked = piece()
-            result = Result(
-                text="".join(texts),
-                token_ids=tuple(ids),
-                finish_reason=round_.finish_reason,
-                usage=Usage(len(prompt), len(ids)),
-                stats=stats,
-                relaxed=tuple(relaxed),
-                overruled=tuple(overruled),
-                relaxed_spans=tuple(_joined(spans)),
-                settings=_settings(pair, fly, sampling, drafting=drafting, max_tokens=max_tokens, seed=seed),
-            )
-            yield Event(text, relaxed_spans=marked, result=result)
-    finally:
-        cache.reset()
-        if drafter is not None:
-            drafter.close()
-
-
-def _drafting(pair: Pair, fly: FLyConfig) -> str:
-    """How this request is drafted for. Raises `ConfigError` if that takes a draft model and there is none."""
-    if fly.drafting == "auto":
-        return "nested" if pair.draft else "lookup"
-    if fly.drafting != "lookup" and pair.draft is None:
-        raise ConfigError(
-            f"drafting={fly.drafting!r} needs a draft model and this engine has none: give one (draft=), or use "
-            "drafting='lookup'"
-        )
-    return fly.drafting
-
-
-def _drafter(pair: Pair, drafting: str, vocab_size: int) -> Any:
-    from fly_llm.drafters.lookup import LookupDrafter
-    from fly_llm.drafters.model import ModelDrafter
-    from fly_llm.models.cached_model import CachedModel
-
-    if drafting == "lookup" or pair.draft is None:
-        return LookupDrafter()
-    draft = CachedModel(pair.draft.model, max_length=pair.draft.context_window, vocab_size=vocab_size)
-    return ModelDrafter(draft, LookupDrafter() if drafting == "nested" else None)
-
-
-def _budget(prompt_tokens: int, context_window: int | None, max_tokens: int | None) -> int:
-    """`max_tokens` capped to the room that is left. Raises `ContextOverflowError` if there is none."""
-    wanted = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
-    if context_window is None:
-        return wanted
-    if prompt_tokens >= context_window:
-        raise ContextOverflowError(prompt_tokens, context_window)
-    return min(wanted, context_window - prompt_tokens)
-
-
-def _seed(sampling: SamplingConfig) -> int | None:
-    """The seed in force; drawn if none was given, so that it can be reported; None for greedy decoding."""
-    if sampling.temperature == 0.0:
-        return None
-    return sampling.seed if sampling.seed is not None else secrets.randbits(31)
-
-
-def _end_ids(target: Any, sampling: SamplingConfig) -> frozenset[int]:
-    """End-of-sequence ids, and the ids of stop strings that are one special or added token (these leave no text)."""
-    stops = {target.tokenizer.convert_tokens_to_ids(text) for text in sampling.stop}
-    ends = frozenset(stops & target.special_ids)
-    return ends if sampling.ignore_eos else target.eos_ids | ends
-
-
-def _check_bias(sampling: SamplingConfig, vocab_size: int) -> None:
-    wrong = [token for token in sampling.logit_bias or () if token >= vocab_size]
-    if wrong:
-        raise ConfigError(f"logit_bias names token {wrong[0]}, but the target's vocabulary has {vocab_size} ids")
-
-
-def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans in order, those that touch joined into one."""
-    joined: list[tuple[int, int]] = []
-    for start, end in sorted(spans):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((start, end))
-    return joined
-
-
-def _settings(
-    pair: Pair, fly: FLyConfig, sampling: SamplingConfig, *, drafting: str, max_tokens: int, seed: int | None
-) -> dict[str, Any]:
-    """The values in force, JSON-able."""
-    return {
-        "model": pair.target.name,
-        "draft_model": pair.draft.name if pair.draft else None,
-        "dtype": str(pair.target.model.dtype).removeprefix("torch."),
-        "theta": fly.theta if fly.theta != float("inf") else "inf",
-        "window": fly.effective_window,
-        "num_speculative_tokens": fly.num_speculative_tokens,
-        "entropy": fly.entropy,
-        "lossless": not fly.relaxes or (drafting == "lookup" and not fly.relax_lookup),
-        "strict_prefix": fly.strict_prefix,
-        "drafting": drafting if fly.num_speculative_tokens else None,
-        "relax_lookup": fly.relax_lookup,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "max_tokens": max_tokens,
-        "stop": list(sampling.stop),
-        "seed": seed,
-    }

@@ -70,10 +70,18 @@ def test_plain_decoding_equals_generate(engine, pair):
         assert (result.finish_reason, result.usage.prompt_tokens, result.usage.completion_tokens) == ("length", 16, 40)
 
 
+STREAM_OPTIONS = [
+    {"num_speculative_tokens": 1},
+    {"num_speculative_tokens": 4, "window": 1},
+    {"num_speculative_tokens": 15, "window": 6},
+    {"window": 2, "theta": 0.0},
+    {"lossless": True},
+    {"temperature": 0.8, "seed": 4, "window": 2},
+]
+
+
 @pytest.mark.parametrize("drafting", DRAFTINGS)
-@pytest.mark.parametrize("options", [{"num_speculative_tokens": 1}, {"num_speculative_tokens": 4, "window": 1},
-                                     {"num_speculative_tokens": 15, "window": 6}, {"window": 2, "theta": 0.0},
-                                     {"lossless": True}, {"temperature": 0.8, "seed": 4, "window": 2}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("options", STREAM_OPTIONS, ids=str)
 def test_the_joined_stream_equals_the_answer(engine, pair, drafting, options):
     relaxed = 0
     for prompt in PROMPTS:
@@ -87,9 +95,8 @@ def test_the_joined_stream_equals_the_answer(engine, pair, drafting, options):
         relaxed += len(whole.relaxed)
         if options.get("lossless") or options.get("num_speculative_tokens") == 1:
             assert whole.token_ids == engine.generate(prompt, num_speculative_tokens=0).token_ids
-    assert (relaxed > 0) == ("window" in options and not (drafting == "lookup" and options["window"] == 6)) or (
-        drafting == "lookup"
-    )
+    assert relaxed == 0 or "window" in options
+    assert relaxed > 0 or "window" not in options or drafting == "lookup"
 
 
 @pytest.mark.parametrize("drafting", DRAFTINGS)

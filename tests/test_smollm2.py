@@ -13,18 +13,11 @@ from fly_llm import FLyEngine
 from fly_llm.decoding.verify import Rule
 from fly_llm.models.cached_model import CachedModel
 
-TOKENS = 24
+TOKENS = 16
 QUESTIONS = (
     "Repeat this sentence twice: The quick brown fox jumps over the lazy dog.",
     "Write a Python function that adds two numbers.",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_threads():
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +49,7 @@ def test_strict_equals_generate(engine, draft, kind):
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False
             )
         expected = output[0, len(prompt) :].tolist()
-        for k in (0, 1, 4, 15):
+        for k in (0, 1, 4, 15) if question == QUESTIONS[0] else (15,):
             drafter = make_drafter(kind, cached(draft)) if k else None
             options = {"k": k, "max_tokens": TOKENS, "eos_ids": loaded.eos_ids}
             result = run(CachedModel(loaded.model), drafter, prompt, **options)

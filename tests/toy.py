@@ -1,4 +1,4 @@
-"""A toy `ScoringModel`: a table of logits over the last two tokens. Fast enough for statistics, exact enough for tables."""
+"""A toy `ScoringModel`: a table of logits. Fast enough for statistics, exact enough for tables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def markov_table(vocab_size: int, *, sharpness: float = 2.0, seed: int = 0, tilt
 
 
 def script_table(vocab_size: int, script: Sequence[int], *, uncertain: Sequence[int] = ()) -> Table:
-    """Logits whose argmax after i tokens is script[i]: nearly certain, or flat enough to be uncertain at `uncertain`."""
+    """Logits whose argmax after i tokens is script[i]: nearly certain, or flat at the `uncertain` positions."""
 
     def table(prefix: tuple[int, ...]) -> Tensor:
         position = len(prefix)

@@ -114,11 +114,16 @@ class SharedModels:
             self._jobs.put(job)
 
     def stop(self) -> None:
-        """End the worker thread once its queue is empty, and let the weights go."""
+        """Let the weights go and end the worker thread, once the requests in its queue are done."""
         with self._thread_lock:
-            if self._thread is not None:
+            if self._thread is None:
+                self._unload()
+            else:
+                self._jobs.put(self._unload)
                 self._jobs.put(None)
                 self._thread = None
+
+    def _unload(self) -> None:
         with self._load_lock:
             self._pair = None
 

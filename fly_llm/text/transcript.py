@@ -98,14 +98,17 @@ class Transcript:
 
 
 def _clip(spans: Sequence[Span], start: int, end: int) -> list[Span]:
-    """The parts of `spans` inside start..end, joined where they touch."""
-    clipped: list[Span] = []
-    for a, b in sorted(spans):
-        a, b = max(a, start), min(b, end)
-        if a >= b:
-            continue
-        if clipped and a <= clipped[-1][1]:
-            clipped[-1] = (clipped[-1][0], max(b, clipped[-1][1]))
+    """The parts of `spans` inside start..end, in order, joined where they touch."""
+    clipped = [(max(a, start), min(b, end)) for a, b in spans]
+    return join_spans([span for span in clipped if span[0] < span[1]])
+
+
+def join_spans(spans: Sequence[Span]) -> list[Span]:
+    """Spans in order, those that touch joined into one."""
+    joined: list[Span] = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
         else:
-            clipped.append((a, b))
-    return clipped
+            joined.append((start, end))
+    return joined

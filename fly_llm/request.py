@@ -1,0 +1,221 @@
+"""One request on the worker thread: a prompt becomes ids, rounds become events, the last one carries the result."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from fly_llm.config import FLyConfig, SamplingConfig
+from fly_llm.decoding.decode import decode
+from fly_llm.decoding.sampling import Sampler
+from fly_llm.decoding.verify import Rule
+from fly_llm.drafters.base import Drafter, DraftRequest
+from fly_llm.drafters.lookup import LookupDrafter
+from fly_llm.drafters.model import ModelDrafter
+from fly_llm.errors import ConfigError, ContextOverflowError, PromptError
+from fly_llm.models.cached_model import CachedModel
+from fly_llm.models.registry import Pair
+from fly_llm.text.chat import encode_text, render_chat
+from fly_llm.text.transcript import Span, Transcript, join_spans
+from fly_llm.types import Event, FinishReason, Result, Round, Stats, Usage
+
+DEFAULT_MAX_TOKENS = 1024
+
+
+def encode(pair: Pair, prompt: str | list[Any], template: Mapping[str, Any]) -> list[int]:
+    """Token ids of a prompt: a text, token ids, or chat messages (which `template` options go with).
+
+    Raises:
+        PromptError: it cannot be rendered, or holds an id the target does not have.
+    """
+    tokenizer = pair.target.tokenizer
+    if isinstance(prompt, str):
+        with pair.tokenizer_lock:
+            return encode_text(tokenizer, prompt)
+    if isinstance(prompt[0], Mapping):
+        options = {name: value for name, value in template.items() if name != "chat_template_kwargs"}
+        with pair.tokenizer_lock:
+            return render_chat(tokenizer, prompt, template_kwargs=template.get("chat_template_kwargs"), **options)
+    size = pair.target.model.config.get_text_config(decoder=True).vocab_size
+    for token in prompt:
+        if not 0 <= token < size:
+            raise PromptError(f"token id {token} is not in the target's vocabulary of {size} ids")
+    return prompt
+
+
+def run(
+    pair: Pair, prompt: list[int], fly: FLyConfig, sampling: SamplingConfig, cancelled: Callable[[], bool]
+) -> Iterator[Event]:
+    """Run one request to its end, or until `cancelled` says so.
+
+    Yields:
+        An event per round, then one that carries the result; nothing more once cancelled.
+
+    Raises:
+        ConfigError: a setting does not fit these models.
+        ContextOverflowError: the prompt leaves no room; raised before anything is computed.
+    """
+    target = pair.target
+    max_tokens = _budget(len(prompt), target.context_window, sampling.max_tokens)
+    seed = _seed(sampling)
+    eos_ids = _end_ids(target, sampling)
+    drafting = _drafting(pair, fly)
+    cache = CachedModel(target.model, max_length=target.context_window, rollback=fly.num_speculative_tokens > 0)
+    _check_bias(sampling, cache.vocab_size)
+    drafter = _drafter(pair, drafting, cache.vocab_size) if fly.num_speculative_tokens else None
+    settings = _settings(pair, fly, sampling, drafting=drafting, max_tokens=max_tokens, seed=seed)
+    answer = _Answer(Transcript(target.tokenizer, sampling.stop, fly.strict_prefix), settings)
+    try:
+        if drafter is not None:
+            draft_seed = random.Random(f"draft {seed}").getrandbits(62)
+            drafter.start(DraftRequest(sampling, draft_seed, eos_ids, cancelled))
+        for round_ in decode(
+            cache,
+            drafter,
+            prompt,
+            sampler=Sampler(sampling, seed or 0, cache.vocab_size),
+            max_tokens=max_tokens,
+            num_speculative_tokens=fly.num_speculative_tokens,
+            rule=Rule(
+                fly.theta, fly.effective_window, fly.entropy, fly.relax_lookup, target.eos_ids | target.special_ids
+            ),
+            eos_ids=eos_ids,
+            stats=answer.stats,
+            cut=answer.transcript.cut,
+            exact=answer.transcript.exact,
+            cancelled=cancelled,
+        ):
+            yield answer.add(round_)
+            if round_.finish_reason is not None:
+                yield answer.finish(round_.finish_reason)
+    finally:
+        cache.reset()
+        if drafter is not None:
+            drafter.close()
+
+
+class _Answer:
+    """What has been committed so far in one request."""
+
+    def __init__(self, transcript: Transcript, settings: dict[str, Any]) -> None:
+        self.transcript = transcript
+        self.stats = Stats()
+        self._settings = settings
+        self._ids: list[int] = []
+        self._relaxed: list[int] = []
+        self._overruled: list[int] = []
+        self._texts: list[str] = []
+        self._length = 0
+        self._spans: list[Span] = []
+
+    def add(self, round_: Round) -> Event:
+        """Take a round, whose tokens the transcript has seen already."""
+        positions = [len(self._ids) + i for i in round_.relaxed]
+        self.transcript.mark(positions)
+        self._relaxed.extend(positions)
+        self._overruled.extend(round_.overruled)
+        self._ids.extend(round_.token_ids)
+        text, spans = self._take()
+        return Event(text, round_.token_ids, round_.relaxed, spans, round_)
+
+    def finish(self, reason: FinishReason) -> Event:
+        """Release what is held, and sum up."""
+        self.transcript.finish()
+        text, spans = self._take()
+        result = Result(
+            text="".join(self._texts),
+            token_ids=tuple(self._ids),
+            finish_reason=reason,
+            usage=Usage(self.stats.num_prompt_tokens, len(self._ids)),
+            stats=self.stats,
+            relaxed=tuple(self._relaxed),
+            overruled=tuple(self._overruled),
+            relaxed_spans=tuple(join_spans(self._spans)),
+            settings=self._settings,
+        )
+        return Event(text, relaxed_spans=spans, result=result)
+
+    def _take(self) -> tuple[str, tuple[Span, ...]]:
+        text, spans = self.transcript.take()
+        self._spans.extend((start + self._length, end + self._length) for start, end in spans)
+        self._texts.append(text)
+        self._length += len(text)
+        return text, spans
+
+
+def _drafting(pair: Pair, fly: FLyConfig) -> str:
+    """How this request is drafted for. Raises `ConfigError` if that takes a draft model and there is none."""
+    if fly.drafting == "auto":
+        return "nested" if pair.draft else "lookup"
+    if fly.drafting != "lookup" and pair.draft is None:
+        raise ConfigError(
+            f"drafting={fly.drafting!r} needs a draft model and this engine has none: give one (draft=), or use "
+            "drafting='lookup'"
+        )
+    return fly.drafting
+
+
+def _drafter(pair: Pair, drafting: str, vocab_size: int) -> Drafter:
+    if drafting == "lookup" or pair.draft is None:
+        return LookupDrafter()
+    draft = CachedModel(pair.draft.model, max_length=pair.draft.context_window, vocab_size=vocab_size)
+    return ModelDrafter(draft, LookupDrafter() if drafting == "nested" else None)
+
+
+def _budget(prompt_tokens: int, context_window: int | None, max_tokens: int | None) -> int:
+    """`max_tokens` capped to the room that is left. Raises `ContextOverflowError` if there is none."""
+    wanted = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
+    if context_window is None:
+        return wanted
+    if prompt_tokens >= context_window:
+        raise ContextOverflowError(prompt_tokens, context_window)
+    return min(wanted, context_window - prompt_tokens)
+
+
+def _seed(sampling: SamplingConfig) -> int | None:
+    """The seed in force; drawn if none was given, so that it can be reported; None for greedy decoding."""
+    if sampling.temperature == 0.0:
+        return None
+    return sampling.seed if sampling.seed is not None else secrets.randbits(31)
+
+
+def _end_ids(target: Any, sampling: SamplingConfig) -> frozenset[int]:
+    """End-of-sequence ids, and the ids of stop strings that are one special or added token (these leave no text)."""
+    stops = {target.tokenizer.convert_tokens_to_ids(text) for text in sampling.stop}
+    ends = frozenset(stops & target.special_ids)
+    return ends if sampling.ignore_eos else target.eos_ids | ends
+
+
+def _check_bias(sampling: SamplingConfig, vocab_size: int) -> None:
+    wrong = [token for token in sampling.logit_bias or () if token >= vocab_size]
+    if wrong:
+        raise ConfigError(f"logit_bias names token {wrong[0]}, but the target's vocabulary has {vocab_size} ids")
+
+
+def _settings(
+    pair: Pair, fly: FLyConfig, sampling: SamplingConfig, *, drafting: str, max_tokens: int, seed: int | None
+) -> dict[str, Any]:
+    """The values in force, JSON-able."""
+    return {
+        "model": pair.target.name,
+        "draft_model": pair.draft.name if pair.draft else None,
+        "dtype": str(pair.target.model.dtype).removeprefix("torch."),
+        "theta": fly.theta if fly.theta != float("inf") else "inf",
+        "window": fly.effective_window,
+        "num_speculative_tokens": fly.num_speculative_tokens,
+        "entropy": fly.entropy,
+        "lossless": not fly.relaxes or (drafting == "lookup" and not fly.relax_lookup),
+        "strict_prefix": fly.strict_prefix,
+        "drafting": drafting if fly.num_speculative_tokens else None,
+        "relax_lookup": fly.relax_lookup,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "max_tokens": max_tokens,
+        "stop": list(sampling.stop),
+        "seed": seed,
+    }
