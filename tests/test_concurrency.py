@@ -6,11 +6,12 @@ import asyncio
 import copy
 import gc
 import pickle
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import psutil
 import pytest
@@ -320,16 +321,16 @@ def test_many_engines_from_many_threads_load_once(folders, monkeypatch):
     assert len(loads) == 2  # target and draft
 
 
-def test_the_process_ends_cleanly_while_an_answer_is_running(folders):
-    import subprocess
-    import sys
-
+@pytest.mark.parametrize(
+    "end", ["", "stream.close()", "engine.close()", "stream.close(); engine.close()", "del engine"]
+)
+def test_the_process_ends_cleanly_while_an_answer_is_running(folders, end):
     code = f"""
 from fly_llm import FLyEngine
 engine = FLyEngine.from_pretrained({str(folders[0])!r}, ignore_eos=True)
 stream = engine.stream([5, 6, 7], num_speculative_tokens=0, max_tokens=500)
 print(len(next(stream).token_ids))
+{end}
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "1"), done.stderr
-    assert Path(folders[0]).exists()

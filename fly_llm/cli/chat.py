@@ -63,6 +63,7 @@ class Chat:
         self._system = system
         self._show_stats = stats
         self._question: str | None = None
+        self._answered = False  # whether the last question and its answer are the last two messages
         self._last: Result | None = None
         self._done = False
         self._out = output_console()
@@ -120,7 +121,7 @@ class Chat:
 
     def _ask(self, question: str) -> None:
         """Answer a question, and remember both."""
-        self._question = question
+        self._question, self._answered = question, False
         asked = [*self.messages, {"role": "user", "content": question}]
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         printer = Printer(self._out)
@@ -138,6 +139,7 @@ class Chat:
             note(self._err, "stopped")
         if not stopped or printer.text:
             self.messages = [*asked, {"role": "assistant", "content": printer.text}]
+            self._answered = True
         if self._last is not None and self._show_stats:
             note(self._err, statistics(self._last))
 
@@ -181,19 +183,20 @@ class Chat:
     def _clear(self, _: str) -> None:
         self.messages = []
         self._question = self._last = None
+        self._answered = False
         note(self._err, "the conversation is forgotten")
 
     def _retry(self, _: str) -> None:
         if self._question is None:
             raise ConfigError("there is no question to answer again")
-        before = self.messages
-        if len(before) >= 2 and before[-2]["content"] == self._question:
+        before, answered = self.messages, self._answered
+        if answered:
             self.messages = before[:-2]
         try:
             self._ask(self._question)
-        except FLyError:
-            self.messages = before
-            raise
+        finally:
+            if not self._answered:  # it failed, or was stopped before its first character: the old answer stays
+                self.messages, self._answered = before, answered
 
     def _exit(self, _: str) -> None:
         self._done = True

@@ -40,23 +40,14 @@ def examine(target: str | None, draft: str | None, options: LoadOptions) -> dict
 def _problem(target: str | Path, draft: str, options: LoadOptions) -> str | None:
     """Why the draft model cannot draft for the target, or None."""
     from fly_llm.models.compatibility import check_tokenizers
+    from fly_llm.models.loading import load_tokenizer
 
-    tokenizers = [_tokenizer(source, options) for source in (target, draft)]
+    tokenizers = [load_tokenizer(source, options) for source in (target, draft)]
     try:
         check_tokenizers(*tokenizers, target_name=str(target), draft_name=draft)
     except TokenizerMismatchError as error:
         return str(error)
     return None
-
-
-def _tokenizer(source: str | Path, options: LoadOptions) -> Any:
-    from transformers import AutoTokenizer
-
-    from fly_llm.models.sources import explained, resolve_source
-
-    where = resolve_source(source)
-    with explained(where, "tokenizer"):
-        return AutoTokenizer.from_pretrained(where.place, **where.arguments(options))
 
 
 def facts(description: dict[str, Any]) -> str:

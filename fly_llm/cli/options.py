@@ -22,7 +22,6 @@ DEFAULT_MODEL = "default"
 
 _FLY = FLyConfig()
 _SAMPLING = SamplingConfig()
-_held: list[FLyEngine] = []
 _option = typer.Option
 _in_models = functools.partial(_option, rich_help_panel="Models")
 _in_fly = functools.partial(_option, rich_help_panel="Speculation")
@@ -130,7 +129,7 @@ class Options:
         return knobs
 
     def engine(self) -> FLyEngine:
-        """An engine whose models are loaded, open until the process ends.
+        """An engine whose models are loaded.
 
         Raises:
             ConfigError: a value is out of range; shows before anything is imported or loaded.
@@ -139,7 +138,7 @@ class Options:
         knobs = self.knobs()
         from fly_llm.engine import FLyEngine
 
-        engine = FLyEngine.from_pretrained(
+        return FLyEngine.from_pretrained(
             None if self.model == DEFAULT_MODEL else self.model,
             self.draft,
             dtype=self.dtype,
@@ -148,11 +147,7 @@ class Options:
             trust_remote_code=self.trust_remote_code,
             local_files_only=self.local_files_only,
             **knobs,
-        )
-        # Closed right before the end of the process, it would leave its thread to be killed inside torch: an abort.
-        # The worker threads of open engines are waited for at exit.
-        _held.append(engine)
-        return engine.load()
+        ).load()
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -92,7 +92,7 @@ class Printer:
             self._console.file.write(event.text)
             self._console.file.flush()
             return
-        self._console.print(Segments(_marked(event)), end="")
+        self._console.print(Segments(_marked(event)), end="", soft_wrap=True)
 
     def end(self) -> None:
         """Write the newline after the answer."""
@@ -117,7 +117,7 @@ def statistics(result: Result) -> str:
             f"{stats.num_output_tokens} tokens",
             f"{stats.tokens_per_second:.1f} tokens/s",
             f"mean acceptance length {stats.mean_acceptance_length:.2f}",
-            f"{stats.num_relaxed_tokens} relaxed tokens",
+            f"{stats.num_relaxed_tokens} relaxed",
             f"prefill {stats.prefill_seconds:.2f} s",
             f"finish reason: {result.finish_reason}",
         )

@@ -23,7 +23,15 @@ from fly_llm.models import compatibility
 from fly_llm.models.compatibility import ignored_generation_settings
 from fly_llm.models.sources import NOT_A_MODEL, Source, explained, resolve_source
 
-__all__ = ["LoadOptions", "LoadedModel", "describe", "fast_dtype", "ignored_generation_settings", "load_model"]
+__all__ = [
+    "LoadOptions",
+    "LoadedModel",
+    "describe",
+    "fast_dtype",
+    "ignored_generation_settings",
+    "load_model",
+    "load_tokenizer",
+]
 
 logger = logging.getLogger("fly_llm")
 
@@ -249,6 +257,11 @@ def _input_device(model: Any) -> torch.device:
         first = next(iter(getattr(model, "hf_device_map", {"": model.device}).values()))
         return torch.device(f"cuda:{first}" if isinstance(first, int) else "cpu" if first == "disk" else first)
     return torch.device(device)
+
+
+def load_tokenizer(source: str | Path, options: LoadOptions | None = None) -> Any:
+    """Load the tokenizer of a model alone. Takes and raises what `load_model` does."""
+    return _load_tokenizer(resolve_source(source), options or LoadOptions())
 
 
 def _load_config(where: Source, options: LoadOptions) -> Any:

@@ -85,6 +85,7 @@ class SharedModels:
         self._thread_lock = threading.Lock()
         self.handles = 0
         self.exiting = False
+        _alive.add(self)
         """The interpreter is shutting down; requests end before their next forward."""
 
     def pair(self) -> Pair:
@@ -111,6 +112,7 @@ class SharedModels:
             if self._thread is None:
                 self._thread = threading.Thread(target=_work, args=(self._jobs,), name="fly-llm", daemon=True)
                 self._thread.start()
+                _threads.add(self._thread)
             self._jobs.put(job)
 
     def stop(self) -> None:
@@ -128,13 +130,9 @@ class SharedModels:
             self._pair = None
 
     def exit(self) -> None:
-        """End the worker thread before the interpreter goes: one that is killed inside torch aborts the process."""
+        """The interpreter is going: end requests before their next forward, and the thread after them."""
         self.exiting = True
-        with self._thread_lock:
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            self._jobs.put(None)
-            thread.join(timeout=30)
+        self._jobs.put(None)
 
 
 def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
@@ -148,6 +146,8 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 _shared: dict[tuple[Any, ...], SharedModels] = {}
 _lock = threading.RLock()
+_alive: weakref.WeakSet[SharedModels] = weakref.WeakSet()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def acquire(target: ModelSpec, draft: ModelSpec | None) -> SharedModels:
@@ -175,8 +175,11 @@ def release(models: SharedModels) -> None:
 
 @atexit.register
 def _exit() -> None:
-    for models in list(_shared.values()):
+    """Wait for the worker threads, of closed engines too: one that is killed inside torch aborts the process."""
+    for models in list(_alive):
         models.exit()
+    for thread in list(_threads):
+        thread.join(timeout=30)
 
 
 class Handle:
