@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,34 @@ def read_rows(spec: str) -> tuple[str, list[dict[str, Any]]]:
     return group or Path(name).stem, rows[: int(rest[0]) if rest else None]
 
 
-def measure(result: Result) -> dict[str, Any]:
-    """What is kept of one answer."""
+class ForwardTimer:
+    """Wall time inside the forwards of some models; meaningful where they are synchronous, on a CPU."""
+
+    def __init__(self, models: list[Any]) -> None:
+        self.seconds = 0.0
+        self._start = 0.0
+        for model in models:
+            model.register_forward_pre_hook(self._begin)
+            model.register_forward_hook(self._end)
+
+    def _begin(self, *_: Any) -> None:
+        self._start = time.perf_counter()
+
+    def _end(self, *_: Any) -> None:
+        self.seconds += time.perf_counter() - self._start
+
+
+def measure(result: Result, forward_seconds: float) -> dict[str, Any]:
+    """What is kept of one answer. Target prefill is no decoding; the draft model's is."""
     stats = result.stats
+    outside = stats.decode_seconds - (forward_seconds - stats.prefill_seconds)
     return {
         "tokens": stats.num_output_tokens,
         "rounds": stats.num_rounds,
         "relaxed": stats.num_relaxed_tokens,
         "seconds_per_token": stats.decode_seconds / stats.num_output_tokens,
         "draft_share": stats.draft_seconds / stats.decode_seconds,
-        "other_share": stats.other_seconds / stats.decode_seconds,
+        "other_share": outside / stats.decode_seconds,
         "finish_reason": result.finish_reason,
         "token_ids": list(result.token_ids),
         "text": result.text,
@@ -58,14 +77,17 @@ def run(engine: FLyEngine, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Every method on every row, method by method within a row, repeated."""
     rows = []
     engine.generate("Warm up.", max_tokens=16)
+    pair = engine.load()._handle.models.pair()
+    timer = ForwardTimer([loaded.model for loaded in (pair.target, pair.draft) if loaded])
     for spec in args.data:
         group, data = read_rows(spec)
         for row in data:
             runs: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
             for _ in range(args.repeats):
                 for method, options in METHODS.items():
+                    timer.seconds = 0.0
                     result = engine.generate(row["messages"], max_tokens=args.max_tokens, **options)
-                    runs[method].append(measure(result))
+                    runs[method].append(measure(result, timer.seconds))
             rows.append({"group": group, "id": row["id"], "runs": runs})
             taus = {m: round(r[0]["tokens"] / r[0]["rounds"], 2) for m, r in runs.items()}
             same = runs["plain"][0]["token_ids"] == runs["strict"][0]["token_ids"]

@@ -85,7 +85,7 @@ class FLyEngine:
         Raises:
             ConfigError: an unknown name or a value out of range.
         """
-        from fly_llm.models.loading import LoadOptions
+        from fly_llm.models.options import LoadOptions
 
         settings = resolve(fly or FLyConfig(), sampling or SamplingConfig(), knobs)
         shared = {

@@ -135,7 +135,7 @@ def info(
     """
     with reporting(verbose=verbose):
         from fly_llm.cli.info import examine, facts
-        from fly_llm.models.loading import LoadOptions
+        from fly_llm.models.options import LoadOptions
 
         options = LoadOptions(
             dtype=dtype, device_map=device, trust_remote_code=trust_remote_code, local_files_only=local_files_only

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fly_llm.errors import TokenizerMismatchError
 
 if TYPE_CHECKING:
-    from fly_llm.models.loading import LoadOptions
+    from fly_llm.models.options import LoadOptions
 
 
 def examine(target: str | None, draft: str | None, options: LoadOptions) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Sequence
@@ -36,7 +37,6 @@ class ModelDrafter:
         self._chunk = prefill_chunk
         self._cached: list[int] = []  # the tokens the draft model's cache holds
         self._settled = 0  # of these, how many are known to be committed
-        self._outgrown = False
         self._begin(DraftRequest())
 
     @property
@@ -129,13 +129,14 @@ class ModelDrafter:
         return [token if token < self._model.vocab_size else 0 for token in tokens]
 
     def _without_model(self, limit: int, committed: Sequence[int], tentative: Sequence[int], max_tokens: int) -> Draft:
-        if not self._outgrown:
-            self._outgrown = True
-            log.warning(
-                "the text has outgrown the draft model's context of %d tokens: going on with prompt lookup, slower",
-                limit,
-            )
+        _warn_outgrown(limit)
         return self._inner.propose(committed, tentative, max_tokens) if self._inner else Draft()
+
+
+@functools.cache
+def _warn_outgrown(limit: int) -> None:
+    """Say it once in a process."""
+    log.warning("a text has outgrown the draft model's context of %d tokens: going on with prompt lookup", limit)
 
 
 def _slice(committed: Sequence[int], tentative: Sequence[int], start: int) -> list[int]:

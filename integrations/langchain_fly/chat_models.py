@@ -22,6 +22,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 from fly_llm.config import FLY_FIELDS, KNOBS, SAMPLING_FIELDS, FLyConfig, SamplingConfig, check_names
 from fly_llm.engine import TEMPLATE_OPTIONS, FLyEngine
 from fly_llm.errors import ContextOverflowError
+from fly_llm.models.sources import BUNDLED_NAME
 from fly_llm.types import Event, Result
 from langchain_fly.messages import to_chat
 
@@ -325,9 +326,7 @@ def _core_errors() -> Iterator[None]:
 def _name(model: Any) -> str:
     """What a model is called without loading it."""
     if model is None:
-        from fly_llm.models.bundled import BUNDLED_NAME
-
-        return str(BUNDLED_NAME)
+        return BUNDLED_NAME
     if isinstance(model, (str, Path)):
         return str(model)
     return str(getattr(model, "name_or_path", "") or type(model).__name__)

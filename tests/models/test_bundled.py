@@ -8,7 +8,8 @@ import pytest
 from tiny_models import tiny_llama, tiny_tokenizer
 
 from fly_llm.models import bundled
-from fly_llm.models.loading import LoadOptions, load_model
+from fly_llm.models.loading import load_model
+from fly_llm.models.options import LoadOptions
 
 
 @pytest.fixture

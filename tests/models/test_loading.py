@@ -25,7 +25,9 @@ from tiny_models import (
 from transformers.utils import logging as transformers_logging
 
 from fly_llm.errors import ConfigError, ModelLoadError
-from fly_llm.models.loading import LoadOptions, describe, ignored_generation_settings, load_model
+from fly_llm.models.compatibility import ignored_generation_settings
+from fly_llm.models.loading import describe, load_model
+from fly_llm.models.options import LoadOptions
 
 
 @pytest.fixture(scope="module")
