@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fly_llm import FLyEngine
 from langchain_fly import ChatFLy
 
 TEXT = Path(__file__).parent / "data" / "digital_services_playbook.md"
@@ -130,19 +129,15 @@ def make_table(measured: Sequence[Answers]) -> Table:
     return table
 
 
-def show_relaxed(message: AIMessage, decode: Callable[[int], str], console: Console) -> None:
+def show_relaxed(message: AIMessage, console: Console) -> None:
     """Print an answer with its relaxed text marked, and what the target would have written instead."""
-    fly, text = message.response_metadata["fly"], str(message.content)
-    marked = Text(text)
+    fly, text = message.response_metadata["fly"], Text(str(message.content))
     for start, end in fly["relaxed_spans"]:
-        marked.stylize("underline yellow", start, end)
-    console.print(marked, soft_wrap=True)
-    if len(fly["relaxed_spans"]) == len(fly["overruled"]):
-        for (start, end), target_id in zip(fly["relaxed_spans"], fly["overruled"], strict=True):
-            line = f"   kept {text[start:end]!r}, the target alone would have gone on with {decode(target_id)!r}"
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-    else:  # neighbours share a span, and a stop string takes its text away
-        console.print(f"   {fly['num_relaxed_tokens']} relaxed tokens", highlight=False)
+        text.stylize("underline yellow", start, end)
+    console.print(text, soft_wrap=True)
+    for change in fly["relaxations"]:
+        line = f"   kept {change['text']!r}, the target alone would have gone on with {change['own_text']!r}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def main(argv: Sequence[str] | None = None, console: Console | None = None) -> None:
@@ -168,12 +163,11 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None) -> N
     console.print(NOTE.format(same=same, count=len(measured)), highlight=False)
 
     console.print("\nWhat FLy changed", style="bold")
-    with FLyEngine.from_pretrained(args.model, args.draft_model, dtype=models["dtype"]) as engine:  # shares the weights
-        for number, answers in enumerate(measured, 1):
-            relaxed = answers["FLy"].response_metadata["fly"]["num_relaxed_tokens"]
-            console.print(f"{number}. relaxed tokens: {relaxed}", highlight=False)
-            if relaxed:
-                show_relaxed(answers["FLy"], lambda token: engine.tokenizer.decode([token]), console)
+    for number, answers in enumerate(measured, 1):
+        relaxed = answers["FLy"].response_metadata["fly"]["num_relaxed_tokens"]
+        console.print(f"{number}. relaxed tokens: {relaxed}", highlight=False)
+        if relaxed:
+            show_relaxed(answers["FLy"], console)
 
 
 if __name__ == "__main__":

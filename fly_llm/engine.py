@@ -149,7 +149,9 @@ class FLyEngine:
         """How many tokens the prompt has once rendered. Loads the models if they are not loaded."""
         from fly_llm.request import encode
 
-        return len(encode(self._handle.models.pair(), _checked(prompt), template_options))
+        pair = self._handle.models.pair()
+        with pair.lock:
+            return len(encode(pair.tokenizer, pair.target.vocab_size, _checked(prompt), template_options))
 
     def load(self) -> FLyEngine:
         """Load the weights now instead of at the first request. Raises `ModelLoadError`."""
@@ -158,8 +160,8 @@ class FLyEngine:
 
     @property
     def tokenizer(self) -> Any:
-        """The target's tokenizer. Loads the models if they are not loaded."""
-        return self._handle.models.pair().target.tokenizer
+        """A copy of the target's tokenizer, for use in any one thread. Loads the models if they are not loaded."""
+        return self._handle.models.pair().tokenizer
 
     def close(self) -> None:
         """Release this handle; the weights are freed with the last one that shares them."""
@@ -197,7 +199,7 @@ class FLyEngine:
             try:
                 if not request.cancelled():
                     pair = models.pair()
-                    ids = encode(pair, checked, template)
+                    ids = encode(pair.target.tokenizer, pair.target.vocab_size, checked, template)
                     for event in run(pair, ids, fly, sampling, lambda: request.cancelled() or models.exiting):
                         request.deliver(event)
                 request.deliver(None)

@@ -18,30 +18,26 @@ from fly_llm.errors import ConfigError, ContextOverflowError, PromptError
 from fly_llm.models.cached_model import CachedModel
 from fly_llm.models.registry import Pair
 from fly_llm.text.chat import encode_text, render_chat
-from fly_llm.text.transcript import Span, Transcript, join_spans
-from fly_llm.types import Event, FinishReason, Result, Round, Stats, Usage
+from fly_llm.text.transcript import Transcript
+from fly_llm.types import Event, FinishReason, Relaxation, Result, Round, Stats, Usage
 
 DEFAULT_MAX_TOKENS = 1024
 
 
-def encode(pair: Pair, prompt: str | list[Any], template: Mapping[str, Any]) -> list[int]:
+def encode(tokenizer: Any, vocab_size: int, prompt: str | list[Any], template: Mapping[str, Any]) -> list[int]:
     """Token ids of a prompt: a text, token ids, or chat messages (which `template` options go with).
 
     Raises:
         PromptError: it cannot be rendered, or holds an id the target does not have.
     """
-    tokenizer = pair.target.tokenizer
     if isinstance(prompt, str):
-        with pair.tokenizer_lock:
-            return encode_text(tokenizer, prompt)
+        return encode_text(tokenizer, prompt)
     if isinstance(prompt[0], Mapping):
         options = {name: value for name, value in template.items() if name != "chat_template_kwargs"}
-        with pair.tokenizer_lock:
-            return render_chat(tokenizer, prompt, template_kwargs=template.get("chat_template_kwargs"), **options)
-    size = pair.target.model.config.get_text_config(decoder=True).vocab_size
+        return render_chat(tokenizer, prompt, template_kwargs=template.get("chat_template_kwargs"), **options)
     for token in prompt:
-        if not 0 <= token < size:
-            raise PromptError(f"token id {token} is not in the target's vocabulary of {size} ids")
+        if not 0 <= token < vocab_size:
+            raise PromptError(f"token id {token} is not in the target's vocabulary of {vocab_size} ids")
     return prompt
 
 
@@ -66,7 +62,7 @@ def run(
     _check_bias(sampling, cache.vocab_size)
     drafter = _drafter(pair, drafting, cache.vocab_size) if fly.num_speculative_tokens else None
     settings = _settings(pair, fly, sampling, drafting=drafting, max_tokens=max_tokens, seed=seed)
-    answer = _Answer(Transcript(target.tokenizer, sampling.stop, fly.strict_prefix), settings)
+    answer = _Answer(target.tokenizer, Transcript(target.tokenizer, sampling.stop, fly.strict_prefix), settings)
     try:
         if drafter is not None:
             draft_seed = random.Random(f"draft {seed}").getrandbits(62)
@@ -99,50 +95,46 @@ def run(
 class _Answer:
     """What has been committed so far in one request."""
 
-    def __init__(self, transcript: Transcript, settings: dict[str, Any]) -> None:
+    def __init__(self, tokenizer: Any, transcript: Transcript, settings: dict[str, Any]) -> None:
         self.transcript = transcript
         self.stats = Stats()
+        self._tokenizer = tokenizer
         self._settings = settings
         self._ids: list[int] = []
-        self._relaxed: list[int] = []
-        self._overruled: list[int] = []
+        self._relaxed: list[tuple[int, int]] = []  # position, the target's own token
         self._texts: list[str] = []
-        self._length = 0
-        self._spans: list[Span] = []
 
     def add(self, round_: Round) -> Event:
         """Take a round, whose tokens the transcript has seen already."""
         positions = [len(self._ids) + i for i in round_.relaxed]
         self.transcript.mark(positions)
-        self._relaxed.extend(positions)
-        self._overruled.extend(round_.overruled)
+        self._relaxed.extend(zip(positions, round_.overruled, strict=True))
         self._ids.extend(round_.token_ids)
-        text, spans = self._take()
+        text, spans = self.transcript.take()
+        self._texts.append(text)
         return Event(text, round_.token_ids, round_.relaxed, spans, round_)
 
     def finish(self, reason: FinishReason) -> Event:
         """Release what is held, and sum up."""
         self.transcript.finish()
-        text, spans = self._take()
+        text, spans = self.transcript.take()
+        self._texts.append(text)
+        whole = "".join(self._texts)
         result = Result(
-            text="".join(self._texts),
+            text=whole,
             token_ids=tuple(self._ids),
             finish_reason=reason,
             usage=Usage(self.stats.num_prompt_tokens, len(self._ids)),
             stats=self.stats,
-            relaxed=tuple(self._relaxed),
-            overruled=tuple(self._overruled),
-            relaxed_spans=tuple(join_spans(self._spans)),
+            relaxations=tuple(self._relaxation(whole, position, own) for position, own in self._relaxed),
             settings=self._settings,
         )
         return Event(text, relaxed_spans=spans, result=result)
 
-    def _take(self) -> tuple[str, tuple[Span, ...]]:
-        text, spans = self.transcript.take()
-        self._spans.extend((start + self._length, end + self._length) for start, end in spans)
-        self._texts.append(text)
-        self._length += len(text)
-        return text, spans
+    def _relaxation(self, text: str, position: int, own: int) -> Relaxation:
+        start, end = self.transcript.span(position)
+        own_text = self._tokenizer.decode([own])
+        return Relaxation(position, self._ids[position], own, start, end, text[start:end], own_text)
 
 
 def _drafting(pair: Pair, fly: FLyConfig) -> str:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length"]
 Rejection = Literal["gate", "window", "protected"]
+Span = tuple[int, int]
+"""First character, and one past the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +193,29 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Relaxation:
+    """One relaxed token: what FLy kept, and what the target would have written.
+
+    Attributes:
+        position: of the token in the answer's `token_ids`.
+        token_id: the token that was kept.
+        own_token_id: the token the target would have chosen there.
+        start: first character of the answer's `text` that the kept token wrote, or helped to write.
+        end: one past the last; equal to `start` where it wrote none (a stop string took its text away).
+        text: those characters.
+        own_text: what the target's own token would have written.
+    """
+
+    position: int
+    token_id: int
+    own_token_id: int
+    start: int
+    end: int
+    text: str
+    own_text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """A finished answer.
 
@@ -200,9 +225,7 @@ class Result:
         finish_reason: "stop" (end-of-sequence or stop string) or "length" (`max_tokens` or the context was used up).
         usage: token counts.
         stats: what drafting and verification did.
-        relaxed: positions in `token_ids` of relaxed tokens.
-        overruled: for each of them, the token the target would have chosen.
-        relaxed_spans: (start, end) character positions in `text` of what those tokens wrote, touching ones joined.
+        relaxations: every relaxed token, in order.
         settings: the values in force for this request (θ, W, K, temperature, seed ...), JSON-able.
     """
 
@@ -211,20 +234,40 @@ class Result:
     finish_reason: FinishReason
     usage: Usage
     stats: Stats
-    relaxed: tuple[int, ...] = ()
-    overruled: tuple[int, ...] = ()
-    relaxed_spans: tuple[tuple[int, int], ...] = ()
+    relaxations: tuple[Relaxation, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def relaxed(self) -> tuple[int, ...]:
+        """Positions in `token_ids` of relaxed tokens."""
+        return tuple(relaxation.position for relaxation in self.relaxations)
+
+    @property
+    def relaxed_spans(self) -> tuple[Span, ...]:
+        """(start, end) character positions in `text` of relaxed text, touching ones joined."""
+        return join_spans([(relaxation.start, relaxation.end) for relaxation in self.relaxations])
 
     def report(self) -> dict[str, Any]:
         """What FLy was set to and what it did, JSON-able: settings, counters, ratios, relaxed text."""
         return {
             **self.settings,
             **self.stats.as_dict(),
-            "relaxed": list(self.relaxed),
-            "overruled": list(self.overruled),
             "relaxed_spans": [list(span) for span in self.relaxed_spans],
+            "relaxations": [dataclasses.asdict(relaxation) for relaxation in self.relaxations],
         }
+
+
+def join_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Spans in order, empty ones left out, those that touch joined into one."""
+    joined: list[Span] = []
+    for start, end in sorted(spans):
+        if start == end:
+            continue
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return tuple(joined)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +286,6 @@ class Event:
     text: str
     token_ids: Sequence[int] = ()
     relaxed: Sequence[int] = ()
-    relaxed_spans: tuple[tuple[int, int], ...] = ()
+    relaxed_spans: tuple[Span, ...] = ()
     round: Round | None = None
     result: Result | None = None

@@ -79,6 +79,23 @@ def test_sixteen_threads_give_what_sixteen_calls_give(engine):
         assert list(pool.map(answer, range(16))) == expected
 
 
+def test_tokens_are_counted_in_many_threads_while_answers_are_written(engine):
+    """Encoding messages sets switches on a fast tokenizer ("Already borrowed"): nobody shares one."""
+    messages = [{"role": "user", "content": "the <|im_end|> quick brown fox " * 20}]
+    expected = engine.count_tokens(messages), engine.generate(messages, max_tokens=60, lossless=True).text
+    tokenizer = engine.tokenizer
+    assert tokenizer is not engine._handle.models.pair().target.tokenizer
+
+    def count(_):
+        return [engine.count_tokens(messages) for _ in range(30)]
+
+    with ThreadPoolExecutor(8) as pool:
+        counts = pool.map(count, range(8))
+        texts = [engine.generate(messages, max_tokens=60, lossless=True).text for _ in range(4)]
+        assert set(texts) == {expected[1]}
+        assert {n for row in counts for n in row} == {expected[0]}
+
+
 def test_two_streams_in_one_thread_take_turns(engine):
     expected = [engine.generate(prompt).text for prompt in PROMPTS[:2]]
     first, second = (engine.stream(prompt) for prompt in PROMPTS[:2])

@@ -130,6 +130,7 @@ def document(result: Result) -> dict[str, Any]:
     return dataclasses.asdict(result) | {
         "usage": dataclasses.asdict(usage) | {"total_tokens": usage.total_tokens},
         "stats": result.stats.as_dict(),
+        "relaxed_spans": result.relaxed_spans,
     }
 
 

@@ -48,6 +48,11 @@ class LoadedModel:
     name: str
     device: torch.device
 
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits, padding included."""
+        return int(compatibility.text_config(self.model.config).vocab_size)
+
 
 def load_model(
     source: Any, options: LoadOptions | None = None, *, tokenizer: Any = None, chat_template: str | Path | None = None
@@ -85,8 +90,9 @@ def load_model(
         place = Path(tokenizer).expanduser()  # a folder with a tokenizer alone has no config.json
         other = Source(str(tokenizer), str(place), local=True) if place.is_dir() else resolve_source(tokenizer)
         tokenizer = _load_tokenizer(other, dataclasses.replace(options, revision=None))
+    else:
+        tokenizer = copy.deepcopy(tokenizer)  # its owner goes on using it, perhaps in another thread
     if chat_template is not None:
-        tokenizer = copy.deepcopy(tokenizer)
         tokenizer.chat_template = _template(chat_template)
     if where is not None:
         model = _load_weights(where, config, options)

@@ -7,6 +7,7 @@ thread, so requests run to completion in the order they arrive, whoever sent the
 from __future__ import annotations
 
 import atexit
+import copy
 import logging
 import queue
 import threading
@@ -65,12 +66,25 @@ class ModelSpec:
 
 @dataclass
 class Pair:
-    """A loaded target, and the draft model if there is one; their tokenizers agree."""
+    """A loaded target, and the draft model if there is one; their tokenizers agree.
+
+    A tokenizer is not safe to share between threads: encoding sets switches on it. `target.tokenizer` belongs to the
+    worker thread; everybody else gets a copy.
+    """
 
     target: LoadedModel
     draft: LoadedModel | None
-    tokenizer_lock: threading.RLock = field(default_factory=threading.RLock)
-    """Encoding sets switches on a fast tokenizer, so one thread at a time encodes."""
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Held by callers while they use `tokenizer`."""
+    _copy: Any = None
+
+    @property
+    def tokenizer(self) -> Any:
+        """A copy of the target's tokenizer for threads other than the worker; made when it is first asked for."""
+        with self.lock:
+            if self._copy is None:
+                self._copy = copy.deepcopy(self.target.tokenizer)
+            return self._copy
 
 
 class SharedModels:

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 from fly_llm.text.detokenize import Detokenizer
 from fly_llm.text.stopping import StopStrings
+from fly_llm.types import Span, join_spans
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Span = tuple[int, int]
 
 
 class Transcript:
@@ -79,9 +78,14 @@ class Transcript:
         text = "".join(self._ready)
         self._ready.clear()
         start, self._released = self._released, self._released + len(text)
-        spans = _clip([self._spans[i] for i in self._relaxed], start, self._released)
+        spans = join_spans([self.span(i, start) for i in self._relaxed])
         self._relaxed = [i for i in self._relaxed if not self._is_out(i)]
         return text, tuple((a - start, b - start) for a, b in spans)
+
+    def span(self, position: int, after: int = 0) -> Span:
+        """The characters a token wrote, as far as they are in the text taken so far, from `after` on."""
+        start, end = (min(max(edge, after), self._released) for edge in self._spans[position])
+        return start, end
 
     def _is_out(self, position: int) -> bool:
         start, end = self._spans[position]
@@ -95,20 +99,3 @@ class Transcript:
         self._ready.append(safe)
         if not stopped:
             self._ready.append(self._stops.flush())
-
-
-def _clip(spans: Sequence[Span], start: int, end: int) -> list[Span]:
-    """The parts of `spans` inside start..end, in order, joined where they touch."""
-    clipped = [(max(a, start), min(b, end)) for a, b in spans]
-    return join_spans([span for span in clipped if span[0] < span[1]])
-
-
-def join_spans(spans: Sequence[Span]) -> list[Span]:
-    """Spans in order, those that touch joined into one."""
-    joined: list[Span] = []
-    for start, end in sorted(spans):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((start, end))
-    return joined
