@@ -133,8 +133,8 @@ class CachedModel:
 
     def settle(self) -> None:
         """Give up what is only needed to truncate below the current length (the past of sliding-window layers)."""
-        if self._cache is None or not self._rollback:
-            return
+        if self._cache is None or not self._rollback or not self._cache.is_croppable:
+            return  # `check_rollback` refuses the last of these, with its reason
         for layer in self._cache.layers:
             if _forgets(layer):
                 layer.crop(0)
