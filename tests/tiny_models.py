@@ -17,6 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -141,6 +143,23 @@ def tiny_gemma3(
         layer_types=["sliding_attention", "full_attention"] * 2,
     )
     return _build(Gemma3ForCausalLM, config, seed, sharpness)
+
+
+def tiny_lfm2(
+    vocab_size: int = VOCAB_SIZE,
+    *,
+    seed: int = 0,
+    eos_token_id: int | list[int] | None = None,
+    sharpness: float = SHARPNESS,
+) -> Lfm2ForCausalLM:
+    """A four-layer LFM2: short convolutions and full attention take turns."""
+    config = Lfm2Config(
+        **_shape(vocab_size, eos_token_id, 4),
+        conv_L_cache=3,
+        layer_types=["conv", "full_attention"] * 2,
+        block_auto_adjust_ff_dim=False,
+    )
+    return _build(Lfm2ForCausalLM, config, seed, sharpness)
 
 
 def noisy_copy(model: Any, scale: float = 0.07, seed: int = 1) -> Any:

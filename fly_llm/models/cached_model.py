@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from fly_llm.errors import UnsupportedCacheError
 
@@ -100,6 +100,11 @@ class CachedModel:
         output = self._model(input_ids=ids, use_cache=True, return_dict=True, **inputs)
         self._num_forwards += 1
         self._length += len(tokens)
+        if self._num_forwards == 1 and not any(map(_is_used, self._cache.layers)):
+            raise UnsupportedCacheError(
+                f"{type(self._model).__name__} does not keep its past in transformers' cache, so it cannot be decoded "
+                "here: use another model, or its own generate()"
+            )
         logits: Tensor = output.logits[0, -num_logits:, : self._vocab_size]
         return logits
 
@@ -118,13 +123,17 @@ class CachedModel:
         if length < self._restorable:
             raise UnsupportedCacheError(
                 f"the cache of {self._length} tokens can be truncated to {self._restorable} or more, not to {length}: "
-                "its sliding-window layers have dropped the tokens before. Start a new cache instead"
+                "layers that keep only the recent past have dropped the tokens before. Start a new cache instead"
             )
         for layer in self._cache.layers:
-            if _records(layer):
+            kind: Any = type(layer)  # a subclass may keep more than these do
+            if kind is DynamicSlidingWindowLayer and layer.is_initialized:
                 layer.keys = layer.keys[..., :-remove, :]
                 layer.values = layer.values[..., :-remove, :]
                 layer.cumulative_length -= remove
+            elif kind is LinearAttentionLayer:
+                states = layer.conv_states
+                states.update({i: state[..., :-remove] for i, state in states.items() if state is not None})
             else:
                 layer.crop(-remove)
                 if _forgets(layer):  # here a crop drops the recorded past as well
@@ -158,9 +167,10 @@ class CachedModel:
             )
 
 
-def _records(layer: Any) -> bool:
-    """Whether a cache layer is a plain sliding window that holds tokens (a subclass may keep more than keys)."""
-    return type(layer) is DynamicSlidingWindowLayer and layer.is_initialized
+def _is_used(layer: Any) -> bool:
+    """Whether a cache layer holds anything."""
+    flags = [getattr(layer, f"is_{kind}_states_initialized", {}).values() for kind in ("conv", "recurrent")]
+    return getattr(layer, "is_initialized", False) or any(any(values) for values in flags)
 
 
 def _forgets(layer: Any) -> bool:

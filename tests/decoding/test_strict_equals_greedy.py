@@ -7,14 +7,20 @@ from collections import Counter
 import pytest
 import torch
 from running import DRAFTERS, cached, make_drafter, run
-from tiny_models import noisy_copy, random_prompts, tiny_gemma3, tiny_llama, tiny_mistral, tiny_qwen2
+from tiny_models import noisy_copy, random_prompts, tiny_gemma3, tiny_lfm2, tiny_llama, tiny_mistral, tiny_qwen2
 
 from fly_llm.decoding.verify import Rule
 from fly_llm.drafters.lookup import LookupDrafter
 from fly_llm.drafters.model import ModelDrafter
 from fly_llm.models.cached_model import CachedModel
 
-MAKERS = {"llama": tiny_llama, "qwen2": tiny_qwen2, "mistral-sliding": tiny_mistral, "gemma3-mixed": tiny_gemma3}
+MAKERS = {
+    "llama": tiny_llama,
+    "qwen2": tiny_qwen2,
+    "mistral-sliding": tiny_mistral,
+    "gemma3-mixed": tiny_gemma3,
+    "lfm2-conv": tiny_lfm2,
+}
 TOKENS = 48
 
 

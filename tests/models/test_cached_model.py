@@ -8,13 +8,13 @@ import random
 import pytest
 import torch
 from running import make_drafter, run
-from tiny_models import random_prompts, tiny_gemma3, tiny_llama, tiny_mistral, tiny_qwen2
-from transformers import MambaConfig, MambaForCausalLM
+from tiny_models import random_prompts, tiny_gemma3, tiny_lfm2, tiny_llama, tiny_mistral, tiny_qwen2
+from transformers import MambaConfig, MambaForCausalLM, RwkvConfig, RwkvForCausalLM
 
 from fly_llm.errors import UnsupportedCacheError
 from fly_llm.models.cached_model import CachedModel
 
-MAKERS = [tiny_llama, tiny_qwen2, tiny_mistral, tiny_gemma3]
+MAKERS = [tiny_llama, tiny_qwen2, tiny_mistral, tiny_gemma3, tiny_lfm2]
 
 
 def full(model, ids, count):
@@ -123,3 +123,11 @@ def test_plain_decoding_works_on_a_cache_that_cannot_be_rolled_back():
     result = run(CachedModel(model, rollback=False), None, prompt, k=0, max_tokens=12)
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)
     assert result.ids == expected[0, 12:].tolist()
+
+
+def test_a_model_that_ignores_the_cache_is_refused():
+    """RWKV keeps a state of its own: going on from our cache would silently forget the prompt."""
+    config = RwkvConfig(vocab_size=320, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2)
+    model, prompt = RwkvForCausalLM(config).eval(), random_prompts(1, 12)[0]
+    with pytest.raises(UnsupportedCacheError, match="RwkvForCausalLM does not keep its past in transformers' cache"):
+        run(CachedModel(model, rollback=False), None, prompt, k=0, max_tokens=4)
