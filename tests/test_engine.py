@@ -163,6 +163,50 @@ def test_a_stop_string_that_is_a_special_token_ends_the_answer(pair):
     assert (result.token_ids, result.text, result.finish_reason) == ((3,), "", "stop")
 
 
+def test_a_special_token_as_stop_string_counts_with_ignore_eos(pair):
+    target, draft, tokenizer = pair
+    engine = FLyEngine.from_pretrained(target, draft, tokenizer=tokenizer, logit_bias={3: 50.0}, max_tokens=5)
+    assert engine.generate(PROMPTS[0], stop=["<|im_end|>"], ignore_eos=True).token_ids == (3,)
+
+
+def test_target_and_draft_model_are_seeded_differently(engine, monkeypatch):
+    """Shared noise would correlate what is drafted with what is accepted and recovered."""
+    from fly_llm import request
+    from fly_llm.drafters import model
+
+    seeds = []
+
+    class Recording(model.Sampler):
+        def __init__(self, config, seed, vocab_size):
+            seeds.append(seed)
+            super().__init__(config, seed, vocab_size)
+
+    monkeypatch.setattr(model, "Sampler", Recording)
+    monkeypatch.setattr(request, "Sampler", Recording)
+    used = []
+    for seed in (7, 8):
+        seeds.clear()
+        engine.generate(PROMPTS[0], temperature=0.8, seed=seed, max_tokens=4)
+        used += [value for value in seeds if value != 0]  # a drafter that waits for a request has seed 0
+    assert len(used) == 4
+    assert len(set(used)) == 4
+
+
+def test_a_draft_model_with_a_shorter_context_is_not_fed_beyond_it(pair):
+    target, _, tokenizer = pair
+    draft = noisy_copy(target)
+    draft.config.max_position_embeddings = 40
+    longest = []
+    draft.register_forward_hook(
+        lambda _, __, output: longest.append((output.get("cache") or output.get("past_key_values")).get_seq_length())
+    )
+    engine = FLyEngine.from_pretrained(target, draft, tokenizer=tokenizer, max_tokens=60, lossless=True)
+    result = engine.generate(PROMPTS[0])
+    assert result.token_ids == engine.generate(PROMPTS[0], num_speculative_tokens=0).token_ids
+    assert len(longest) > 5
+    assert max(longest) <= 40
+
+
 def test_ignore_eos_goes_on(pair):
     full = with_eos(pair, [319]).generate(PROMPTS[1])
     eos = full.token_ids[5]

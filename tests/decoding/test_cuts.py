@@ -37,6 +37,7 @@ CASES = [
     ("stop before budget", {"max_tokens": 4, "cut": stop_after(3)}, [2, 3], "stop"),
     ("stop with the last token of the budget", {"max_tokens": 3, "cut": stop_after(4)}, [2, 3, 4], "stop"),
     ("budget before stop", {"max_tokens": 2, "cut": stop_after(5)}, [2, 3], "length"),
+    ("the first of two eos ids", {"eos_ids": frozenset({4, 6})}, [2, 3, 4], "stop"),
     ("eos before stop", {"eos_ids": frozenset({3}), "cut": stop_after(5)}, [2, 3], "stop"),
     ("stop before eos", {"eos_ids": frozenset({6}), "cut": stop_after(3)}, [2, 3], "stop"),
     ("eos is the last of the budget", {"max_tokens": 3, "eos_ids": frozenset({4})}, [2, 3, 4], "stop"),
@@ -75,7 +76,24 @@ def test_a_relaxed_token_past_the_cut_is_not_reported():
     whole = decode_script(proposals, k=9, uncertain=(6,), rule=Rule(0.3, 2), max_tokens=8)
     assert (whole.relaxed, whole.overruled, whole.ids[:7]) == ([4], [6], [2, 3, 4, 5, 15, 7, 8])
     short = decode_script(proposals, k=9, uncertain=(6,), rule=Rule(0.3, 2), cut=stop_after(4))
-    assert (short.relaxed, short.ids) == ([], [2, 3, 4])
+    assert (short.relaxed, short.overruled, short.ids) == ([], [], [2, 3, 4])
+
+
+def test_a_rejection_past_the_cut_is_not_reported():
+    whole = decode_script([[2, 3, 9, 9]], k=4, max_tokens=6)
+    assert whole.rounds[0].rejection == "gate"
+    short = decode_script([[2, 3, 9, 9]], k=4, eos_ids=frozenset({3}))
+    assert (short.ids, short.rounds[0].rejection, short.stats.num_gate_rejections) == ([2, 3], None, 0)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_the_shortest_draft_that_can_hold_a_window_is_judged(window):
+    """A mismatch at the first position of W + 1 drafted tokens is relaxed, of W tokens it is not."""
+    proposal = [15, *SCRIPT[3:]]
+    for extra, relaxed in ((1, [0]), (0, [])):
+        n = window + extra
+        result = decode_script([proposal[:n]], k=9, uncertain=(2,), rule=Rule(0.3, window), max_tokens=n + 1)
+        assert result.relaxed == relaxed
 
 
 def test_special_tokens_are_neither_relaxed_nor_relaxed_away():
@@ -123,6 +141,17 @@ def test_mask_logits_holds_at_every_verified_position():
     for k in (0, 6):
         result = decode_script([[2, 3, 4, 5, 6, 7]], k=k, mask_logits=mask, max_tokens=5)
         assert result.ids[:4] == [2, 3, 4, 11]
+
+
+def test_mask_logits_comes_before_the_filters():
+    """With top_k=1 the filter must choose among the allowed tokens, not leave none."""
+
+    def mask(draft_ids, logits):
+        return logits.masked_fill(torch.arange(VOCAB) < 12, -torch.inf)
+
+    for sampling in (SamplingConfig(top_k=1), SamplingConfig(temperature=1.0, top_k=1)):
+        result = decode_script([[2, 3]], k=3, mask_logits=mask, max_tokens=3, sampling=sampling)
+        assert all(token >= 12 for token in result.ids)
 
 
 def test_relax_copied_false_keeps_lookup_drafts_strict():

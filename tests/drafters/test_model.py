@@ -82,6 +82,17 @@ def test_sampled_drafts_report_the_distribution_they_came_from():
     assert (draft.probs == 0).any()  # top-p is part of it
 
 
+def test_drafts_are_processed_with_the_prefix_they_have():
+    """The target drafting for itself is never wrong, with a penalty that depends on every token before."""
+    for inner in (None, LookupDrafter()):
+        drafter = ModelDrafter(ToyModel(TABLE, VOCAB), inner)
+        config = SamplingConfig(repetition_penalty=1.8, logit_bias={3: 0.5})
+        result = run(ToyModel(TABLE, VOCAB), drafter, [1, 2, 3, 1, 2], k=6, max_tokens=50, sampling=config)
+        plain = run(ToyModel(TABLE, VOCAB), None, [1, 2, 3, 1, 2], k=0, max_tokens=50)
+        assert result.ids != plain.ids
+        assert all(round_.num_accepted_tokens == round_.num_draft_tokens for round_ in result.rounds)
+
+
 def test_sliding_window_drafts_survive_many_rejections():
     """Nested drafting rolls the draft's cache back twice per round, each time past the window."""
     for make in (tiny_mistral, tiny_gemma3):

@@ -88,6 +88,23 @@ def test_settling_bounds_the_memory_of_sliding_layers():
     assert cached.length == 320
 
 
+def test_decoding_bounds_the_memory_of_sliding_layers():
+    """Prefill and every round give up what has rolled out of the window."""
+    target = CachedModel(tiny_mistral(sliding_window=8))
+    sizes = []
+    drafter = make_drafter("lookup", None)
+    prompt = random_prompts(1, 40)[0]
+
+    def watch():
+        if target._cache is not None:
+            sizes.append(max(layer.keys.shape[-2] for layer in target._cache.layers if layer.is_initialized))
+        return False
+
+    run(target, drafter, prompt, k=4, max_tokens=40, prefill_chunk=10, cancelled=watch)
+    assert len(sizes) > 20
+    assert max(sizes) <= 7 + 5
+
+
 def test_reset_releases_everything():
     cached = CachedModel(tiny_llama())
     cached.advance([5, 6, 7], 1)
