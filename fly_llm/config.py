@@ -88,7 +88,7 @@ class SamplingConfig:
     """How the target's next token is chosen, and when the answer ends.
 
     Attributes:
-        temperature: 0 is greedy decoding.
+        temperature: 0 is greedy decoding, and so is anything below 0.0001, where nothing else could happen.
         top_p: nucleus sampling; 1.0 is off.
         top_k: keep the k most likely tokens; 0 is off.
         min_p: drop tokens less likely than min_p times the most likely one; 0.0 is off.
@@ -112,6 +112,11 @@ class SamplingConfig:
     seed: int | None = None
     ignore_eos: bool = False
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is chosen, without chance."""
+        return self.temperature < 1e-4
+
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, low=0.0)
         _number("top_p", self.top_p, low=0.0, high=1.0)
@@ -125,8 +130,10 @@ class SamplingConfig:
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, low=1)
         if self.seed is not None:
-            _integer("seed", self.seed, low=None)
+            _integer("seed", self.seed, low=0)
         _boolean("ignore_eos", self.ignore_eos)
+        if not isinstance(self.stop, (str, list, tuple, type(None))):
+            raise ConfigError(f"stop must be a string or a list of strings, got {self.stop!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         for text in stop:
             if not isinstance(text, str) or not text:
@@ -193,7 +200,7 @@ def check_names(given: Iterable[str], known: Iterable[str]) -> None:
         if name not in known:
             close = [_ALSO_KNOWN_AS.get(name.lower(), "")]
             if close[0] not in known:
-                close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+                close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
             hint = f"did you mean {close[0]!r}? " if close else ""
             raise ConfigError(f"unknown setting {name!r}: {hint}Known settings are {', '.join(sorted(known))}")
 
@@ -205,10 +212,9 @@ def _number(name: str, value: object, *, low: float, high: float = math.inf, inf
         raise ConfigError(f"{name} must be a number of at least {low:g}{upper}, got {value!r}")
 
 
-def _integer(name: str, value: object, *, low: int | None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or (low is not None and value < low):
-        bound = "" if low is None else f" of at least {low}"
-        raise ConfigError(f"{name} must be a whole number{bound}, got {value!r}")
+def _integer(name: str, value: object, *, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ConfigError(f"{name} must be a whole number of at least {low}, got {value!r}")
 
 
 def _boolean(name: str, value: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -163,6 +165,11 @@ class FLyEngine:
         """A copy of the target's tokenizer, for use in any one thread. Loads the models if they are not loaded."""
         return self._handle.models.pair().tokenizer
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has been called."""
+        return self._handle.closed
+
     def close(self) -> None:
         """Release this handle; the weights are freed with the last one that shares them."""
         self._handle.close()
@@ -204,6 +211,7 @@ class FLyEngine:
                         request.deliver(event)
                 request.deliver(None)
             except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # a kept exception must not keep caches and models
                 request.deliver(error)
 
         return lambda request: models.submit(partial(job, request))
@@ -220,7 +228,7 @@ def _checked(prompt: Any) -> str | list[Any]:
         if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
             return items
         if all(isinstance(item, Mapping) for item in items):
-            return items
+            return copy.deepcopy(items)  # the request may wait, and the caller goes on with its list
     raise PromptError(
         "a prompt is a str, a list of token ids, or a list of messages like {'role': 'user', 'content': '...'}, "
         f"got {type(prompt).__name__}: {str(prompt)[:80]!r}"

@@ -167,16 +167,16 @@ def _budget(prompt_tokens: int, context_window: int | None, max_tokens: int | No
 
 
 def _seed(sampling: SamplingConfig) -> int | None:
-    """The seed in force; drawn if none was given, so that it can be reported; None for greedy decoding."""
-    if sampling.temperature == 0.0:
-        return None
-    return sampling.seed if sampling.seed is not None else secrets.randbits(31)
+    """The seed in force; drawn if none was given and one is needed, so that it can be reported."""
+    if sampling.seed is None and not sampling.is_greedy:
+        return secrets.randbits(31)
+    return sampling.seed
 
 
 def _end_ids(target: Any, sampling: SamplingConfig) -> frozenset[int]:
     """End-of-sequence ids, and the ids of stop strings that are one special or added token (these leave no text)."""
-    stops = {target.tokenizer.convert_tokens_to_ids(text) for text in sampling.stop}
-    ends = frozenset(stops & target.special_ids)
+    ids = {token.content: number for number, token in target.tokenizer.added_tokens_decoder.items()}
+    ends = frozenset(ids[text] for text in sampling.stop if text in ids)
     return ends if sampling.ignore_eos else target.eos_ids | ends
 
 
@@ -207,6 +207,8 @@ def _settings(
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
+        "logit_bias": {str(token): bias for token, bias in (sampling.logit_bias or {}).items()} or None,
+        "ignore_eos": sampling.ignore_eos,
         "max_tokens": max_tokens,
         "stop": list(sampling.stop),
         "seed": seed,

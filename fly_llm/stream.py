@@ -58,6 +58,7 @@ class EventStream(Iterator[Event]):
         if isinstance(item, Event):
             return item
         self._ended = True
+        self._items.put(None)  # for another thread that may be reading too
         if item is None:
             raise StopIteration
         raise item

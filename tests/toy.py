@@ -50,6 +50,8 @@ class ToyModel:
         self.on_forward: Callable[[], None] = lambda: None
         self.reset()
 
+    resumes = True
+
     def reset(self) -> None:
         self.ids: list[int] = []
         self.num_forwards = 0

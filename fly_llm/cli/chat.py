@@ -79,18 +79,27 @@ class Chat:
         }
 
     def run(self) -> None:
-        """Go on until `/exit`, the end of the input, or Ctrl-C at the prompt."""
+        """Go on until `/exit`, the end of the input, or Ctrl-C twice at the prompt."""
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  # gives input() a history and line editing
             note(self._err, "/help lists the commands")
+        interrupted = False
         while not self._done:
             try:
                 line = clean(self._read()).strip()
-            except (EOFError, KeyboardInterrupt):
+            except KeyboardInterrupt:
+                self._err.print()
+                if interrupted or not sys.stdin.isatty():
+                    return
+                interrupted = True
+                note(self._err, "Ctrl-C again, /exit or Ctrl-D ends the chat")
+                continue
+            except EOFError:
                 if sys.stdin.isatty():
                     self._err.print()
                 return
+            interrupted = False
             try:
                 self.take(line)
             except FLyError as error:

@@ -82,13 +82,12 @@ def decode(
     stats.prefill_seconds = time.perf_counter() - start
 
     committed = list(prompt)
-    checked = not speculative
+    checked = not speculative or target.length > 0
+    if speculative and checked:
+        target.check_rollback()
     finish: FinishReason | None = None
     start = time.perf_counter()
     while finish is None and not cancelled():
-        if not checked and target.length:  # only a cache that has been used knows
-            target.check_rollback()
-            checked = True
         began = time.perf_counter()
         room = min(num_speculative_tokens, max_tokens - stats.num_output_tokens - 1)
         draft = Draft()
@@ -100,6 +99,9 @@ def decode(
         verdict = verify(
             target, committed[-1:], draft, (committed,), sampler, rule, exact=exact, mask_logits=mask_logits
         )
+        if not checked:  # only a cache that has been used knows, and this one had a prompt of one token
+            target.check_rollback()
+            checked = True
         tokens, finish = _cut(verdict.token_ids, eos_ids, max_tokens - stats.num_output_tokens, cut)
         committed.extend(tokens)
         target.truncate(len(committed) - 1)
@@ -126,6 +128,7 @@ def decode(
 
 def prefill(model: ScoringModel, tokens: Sequence[int], chunk: int, cancelled: Callable[[], bool]) -> bool:
     """Run `tokens` into the cache in chunks. Returns False if cancelled on the way."""
+    chunk = chunk if model.resumes else max(1, len(tokens))
     for begin in range(0, len(tokens), chunk):
         if cancelled():
             return False

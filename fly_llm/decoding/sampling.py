@@ -38,7 +38,7 @@ class Sampler:
     """
 
     def __init__(self, config: SamplingConfig, seed: int, vocab_size: int) -> None:
-        self.greedy = config.temperature == 0.0
+        self.greedy = config.is_greedy
         self._processors = _processors(config, vocab_size)
         seeds = random.Random(seed)
         self._seeds = (seeds.getrandbits(63), seeds.getrandbits(63))
@@ -104,7 +104,7 @@ def _processors(config: SamplingConfig, vocab_size: int) -> list[LogitsProcessor
         chain.append(SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()]))
     if config.repetition_penalty != 1.0:
         chain.append(RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
-    if config.temperature not in (0.0, 1.0):
+    if not config.is_greedy and config.temperature != 1.0:
         chain.append(TemperatureLogitsWarper(config.temperature))
     if config.top_k:
         chain.append(TopKLogitsWarper(config.top_k))
@@ -162,10 +162,13 @@ def entropy(logits: Tensor, kind: Entropy) -> Tensor:
     normalizer = torch.logsumexp(logits, dim=-1, keepdim=True)
     if kind == "top3":
         logs = logits.topk(min(3, logits.shape[-1]), dim=-1).values - normalizer
-        return -(logs.exp() * logs).sum(-1)
-    logs = logits - normalizer
-    full = -torch.where(logs > -torch.inf, logs.exp() * logs, 0.0).sum(-1)
-    return full / torch.log(torch.tensor(float(logits.shape[-1]), device=logits.device))
+        return _entropy(logs)
+    return _entropy(logits - normalizer) / torch.log(torch.tensor(float(logits.shape[-1]), device=logits.device))
+
+
+def _entropy(logs: Tensor) -> Tensor:
+    """−Σ p log p over the last dimension, from log p; a forbidden token adds nothing."""
+    return -torch.where(logs > -torch.inf, logs.exp() * logs, 0.0).sum(-1)
 
 
 def _fit(probs: Tensor, vocab_size: int) -> Tensor:

@@ -35,6 +35,10 @@ class ScoringModel(Protocol):
     def num_forwards(self) -> int:
         """Forwards run since the last `reset`."""
 
+    @property
+    def resumes(self) -> bool:
+        """Whether several tokens may follow cached ones; if not, a prompt is prefilled in one piece."""
+
     def reset(self) -> None:
         """Forget everything and release the cache's memory."""
 
@@ -134,13 +138,11 @@ def verify(
         matches, choices = speculative_sample(probs, draft_ids, draft.probs, sampler)
 
     window = rule.window if rule.relax_copied or not draft.copied else None
-    if window is not None and window < n:
+    if window is not None and n:
         allowed = scores[:n].gather(1, draft_ids[:, None]).squeeze(1) > -torch.inf
         packed, entropies = to_host(torch.cat([choices, matches, allowed]), entropy(logits[:n], rule.entropy))
-    else:  # strict, or nothing can be followed by W matches in so short a draft
+    else:
         packed, entropies = to_host(torch.cat([choices, matches]))
-        window = None if window is None else n
-        entropies = [torch.inf] * n
     tokens, matched, allowed_ids = packed[: n + 1], packed[n + 1 : 2 * n + 1], packed[2 * n + 1 :]
     matching = [bool(flag) for flag in matched]
     protected = [

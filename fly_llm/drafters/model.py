@@ -14,6 +14,7 @@ from fly_llm.decoding.decode import prefill
 from fly_llm.decoding.sampling import Sampler
 from fly_llm.decoding.verify import ScoringModel, verify
 from fly_llm.drafters.base import Drafter, DraftRequest
+from fly_llm.errors import UnsupportedCacheError
 from fly_llm.types import Draft
 
 log = logging.getLogger("fly_llm")
@@ -54,7 +55,7 @@ class ModelDrafter:
         self._request = request
         self._sampler = Sampler(request.sampling, request.seed, self._model.vocab_size)
         self._model.reset()
-        self._cached, self._settled = [], 0
+        self._cached, self._settled, self._checked = [], 0, False
 
     def close(self) -> None:
         """Release the cache."""
@@ -109,7 +110,11 @@ class ModelDrafter:
                 break
             common += 1
         common = min(common, context - 1)  # one token stays pending, its logits are wanted
-        self._model.truncate(common)
+        try:
+            self._model.truncate(common)
+        except UnsupportedCacheError:  # it has given up what it would need: read the text again
+            self._model.reset()
+            common = 0
         del self._cached[common:]
         self._settled = min(common, len(committed))
         if not tentative:
@@ -120,8 +125,9 @@ class ModelDrafter:
                 self._cached = self._cached[: self._model.length]
                 return False
             self._cached.extend(behind)
-        if self._cached and not self._settled:
+        if self._cached and not self._checked:
             self._model.check_rollback()
+            self._checked = True
         return True
 
     def _known(self, tokens: Sequence[int]) -> list[int]:

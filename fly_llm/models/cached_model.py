@@ -44,6 +44,7 @@ class CachedModel:
         names = inspect.signature(type(model).forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._keeps_logits = "logits_to_keep" in names
+        self._takes_positions = "position_ids" in names
         self.reset()
 
     def reset(self) -> None:
@@ -78,6 +79,11 @@ class CachedModel:
         """`truncate` works down to this length: below it, a sliding-window layer has dropped what it would need."""
         return self._restorable
 
+    @property
+    def resumes(self) -> bool:
+        """Whether several tokens may follow cached ones. Models with recurrent states start over instead, silently."""
+        return not any(hasattr(layer, "recurrent_states") for layer in DynamicCache(config=self._config).layers)
+
     @torch.inference_mode()
     def advance(self, tokens: Sequence[int], num_logits: int) -> Tensor:
         """Run tokens through the model, after the ones the cache holds.
@@ -97,6 +103,8 @@ class CachedModel:
         if self._keeps_logits:
             inputs["logits_to_keep"] = num_logits
         ids = torch.tensor([list(tokens)], device=self._model.device)
+        if self._takes_positions:  # some hybrids do not ask the cache how far they are
+            inputs["position_ids"] = torch.arange(self._length, self._length + len(tokens), device=ids.device)[None]
         output = self._model(input_ids=ids, use_cache=True, return_dict=True, **inputs)
         self._num_forwards += 1
         self._length += len(tokens)

@@ -211,6 +211,14 @@ def _load_weights(where: Source, config: Any, options: LoadOptions) -> Any:
             f"{where.name!r} lacks {len(wrong)} of the weights that a {type(model).__name__} has (or has them in "
             f"another shape), {wrong[0]} for one: the checkpoint is incomplete, or config.json belongs to another one"
         )
+    if unused := sorted(info["unexpected_keys"]):
+        logger.warning(
+            "%s has %d weights that a %s has no use for, %s for one: is its config.json its own?",
+            where.name,
+            len(unused),
+            type(model).__name__,
+            unused[0],
+        )
     return model.eval().requires_grad_(False)
 
 

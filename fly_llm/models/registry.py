@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import copy
 import logging
+import os
 import queue
 import threading
 import weakref
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fly_llm.errors import EngineClosedError
+from fly_llm.errors import EngineClosedError, FLyError
 
 if TYPE_CHECKING:
     from fly_llm.models.loading import LoadedModel
@@ -47,6 +48,12 @@ class ModelSpec:
         """Whether it holds loaded objects, which can be neither pickled nor loaded again."""
         return any(thing is not None and not isinstance(thing, (str, Path)) for thing in (self.source, self.tokenizer))
 
+    def __post_init__(self) -> None:
+        for name in ("source", "tokenizer"):  # a path means what it means now, wherever the process goes later
+            thing = getattr(self, name)
+            if isinstance(thing, (str, Path)) and str(thing) and Path(thing).expanduser().exists():
+                object.__setattr__(self, name, str(Path(thing).expanduser().absolute()))
+
     def key(self) -> tuple[Any, ...]:
         """Equal for specs that can share weights; a live object is equal to itself only."""
         names = [
@@ -59,9 +66,13 @@ class ModelSpec:
         """Load it. Raises `ModelLoadError`."""
         from fly_llm.models.bundled import default_target
         from fly_llm.models.loading import load_model
+        from fly_llm.models.sources import BUNDLED_NAME
 
         source = default_target() if self.source is None else self.source
-        return load_model(source, self.options, tokenizer=self.tokenizer, chat_template=self.chat_template)
+        loaded = load_model(source, self.options, tokenizer=self.tokenizer, chat_template=self.chat_template)
+        if self.source is None:
+            loaded.name = BUNDLED_NAME  # not the folder in which this machine keeps it
+        return loaded
 
 
 @dataclass
@@ -98,6 +109,8 @@ class SharedModels:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._thread_lock = threading.Lock()
+        self._pid = 0
+        self._stopped = False
         self.handles = 0
         self.exiting = False
         _alive.add(self)
@@ -122,8 +135,21 @@ class SharedModels:
         return self._pair is not None
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Queue a job for the worker thread. The job handles its own errors."""
+        """Queue a job for the worker thread. The job handles its own errors.
+
+        Raises:
+            FLyError: this process was forked from one in which the thread ran; it did not come along.
+            EngineClosedError: the last handle was closed, or the interpreter is shutting down.
+        """
         with self._thread_lock:
+            if self._thread is not None and self._pid != os.getpid():
+                raise FLyError(
+                    "this process was forked from one that had used the engine, whose thread did not come along: use "
+                    "the 'spawn' start method, or fork before the first request"
+                )
+            if self._stopped or self.exiting:
+                raise EngineClosedError("this engine has been closed: make a new one")
+            self._pid = os.getpid()
             if self._thread is None:
                 self._thread = threading.Thread(target=_work, args=(self._jobs,), name="fly-llm", daemon=True)
                 self._thread.start()
@@ -133,6 +159,7 @@ class SharedModels:
     def stop(self) -> None:
         """Let the weights go and end the worker thread, once the requests in its queue are done."""
         with self._thread_lock:
+            self._stopped = True
             if self._thread is None:
                 self._unload()
             else:
@@ -194,7 +221,7 @@ def _exit() -> None:
     for models in list(_alive):
         models.exit()
     for thread in list(_threads):
-        thread.join(timeout=30)
+        thread.join(timeout=30)  # in a forked process the threads are not there, and known to have ended
 
 
 class Handle:
@@ -211,6 +238,11 @@ class Handle:
         if self._models is None:
             raise EngineClosedError("this engine has been closed: make a new one (weights that are in use stay shared)")
         return self._models
+
+    @property
+    def closed(self) -> bool:
+        """Whether the hold has been given up."""
+        return self._models is None
 
     def close(self) -> None:
         """Give up the hold. Closing twice does no harm."""

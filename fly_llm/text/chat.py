@@ -11,7 +11,6 @@ at a time uses one. Nothing here takes a lock.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import weakref
@@ -21,16 +20,13 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from fly_llm.errors import PromptError
+from fly_llm.text.messages import SYSTEM, Message, check_text, normalise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("fly_llm")
 
-Message = dict[str, Any]
-
-_SYSTEM = ("system", "developer")
-_ROLES = (*_SYSTEM, "user", "assistant", "tool")
 # Continuing an answer cuts off whatever the template writes behind it. A template that trims contents would trim the
 # end of the answer as well; a character that is no space, put there by the template itself, protects that end.
 _KEEP_END = "{% set messages = messages[:-1] + [dict(messages[-1], content=messages[-1]['content'] ~ '.')] +%}"
@@ -70,7 +66,7 @@ def render_chat(
         PromptError: there are no messages, one is malformed or not text, the model has no chat template, its template
             refuses the conversation however it is put, or the tokenizer cannot protect it against forged turns.
     """
-    turns = _normalised(messages)
+    turns = normalise(messages)
     if chat_template is None and not tokenizer.chat_template:
         raise PromptError(
             "the model has no chat template (it may be a base model, not an instruct model), so messages cannot be "
@@ -82,6 +78,8 @@ def render_chat(
             f"{type(tokenizer).__name__} cannot keep control tokens in messages apart from the template's own: use a "
             "tokenizer made of a tokenizer.json, or send the prompt as a plain str"
         )
+    if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
+        raise PromptError(f"chat_template_kwargs must be a dict of template variables, got {template_kwargs!r:.80}")
     if clash := sorted(settings.keys() & set(template_kwargs or ())):
         raise PromptError(f"template_kwargs may not set {', '.join(clash)}: they decide how the prompt is made")
     variables = {**(template_kwargs or {}), "tools": _plain(tools), "documents": _plain(documents)}
@@ -94,9 +92,47 @@ def render_chat(
 
     def apply(turns: list[Message], **options: Any) -> Any:
         chosen = {"chat_template": template, **variables, **options}
+        if chosen.get("tokenize", True):
+            chosen["tokenizer_kwargs"] = {"verbose": False}  # the engine says itself, and better, what is too long
         return tokenizer.apply_chat_template(turns, return_dict=False, **chosen)
 
-    return _first_accepted(tokenizer, turns, template, apply)
+    _refuse_forged_keys(tokenizer, (turns, variables))
+    ids = _first_accepted(tokenizer, turns, template, apply)
+    for name in ("tools", "documents"):
+        if variables[name] and ids == _without(name, tokenizer, turns, template, apply):
+            raise PromptError(
+                f"the model's chat template has no place for {name}=, so the model would never see them: put them into "
+                "a message, or pass a chat_template= that renders them"
+            )
+    return ids
+
+
+def _without(
+    name: str, tokenizer: PreTrainedTokenizerBase, turns: list[Message], template: str, apply: Callable[..., Any]
+) -> list[int] | None:
+    """The ids of the same prompt without one variable, or None if the template cannot do without it."""
+    options: dict[str, Any] = {name: None}
+    try:
+        return _first_accepted(tokenizer, turns, template, partial(apply, **options))
+    except PromptError:
+        return None
+
+
+def _refuse_forged_keys(tokenizer: PreTrainedTokenizerBase, value: Any) -> None:
+    """Keys of dicts (arguments of tool calls, properties of schemas) are the one place transformers does not sanitise.
+
+    Raises:
+        PromptError: a key spells a control token, which would forge a turn.
+    """
+    if isinstance(value, Mapping):
+        for key in value:
+            for token in tokenizer.added_tokens_decoder.values():
+                if isinstance(key, str) and token.content.strip() and token.content in key:
+                    raise PromptError(f"the key {key!r:.80} spells the control token {token.content!r}: rename it")
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            _refuse_forged_keys(tokenizer, item)
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -112,10 +148,10 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         token or, where the tokenizer has none, the end-of-sequence token, so that there is something to go on from.
 
     Raises:
-        PromptError: there is nothing to encode, and the tokenizer has neither of these tokens.
+        PromptError: the text is not valid, or there is nothing to encode and the tokenizer has neither of these tokens.
     """
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    ids: list[int] = list(tokenizer(text)["input_ids"]) if text else []
+    ids: list[int] = list(tokenizer(check_text(text, "the prompt"), verbose=False)["input_ids"]) if text else []
     if bos is not None and ids[:2] == [bos, bos] and text.lstrip().startswith(str(tokenizer.bos_token)):
         ids = ids[1:]
     around: list[int] = tokenizer("")["input_ids"]
@@ -136,65 +172,11 @@ def _plain(items: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
     return list(items) if items else None
 
 
-def _normalised(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Checked copies of the messages with text for contents."""
-    if isinstance(messages, (str, bytes, Mapping)):
-        raise PromptError(f"messages must be a list of messages, got {type(messages).__name__}: put it in a list")
-    if not messages:
-        raise PromptError("there are no messages: pass at least one, such as {'role': 'user', 'content': 'Hello'}")
-    turns = []
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or "role" not in message:
-            raise PromptError(f"message {index} must be a mapping with 'role' and 'content', got {message!r:.200}")
-        if message["role"] not in _ROLES:
-            known = ", ".join(_ROLES)
-            raise PromptError(f"message {index} has the unknown role {message['role']!r}: use one of {known}")
-        turn = {**message, "content": _text_of(message.get("content"), index)}
-        calls = turn.pop("tool_calls", None)
-        if calls:  # an empty list would make some templates expect a call
-            turn["tool_calls"] = [_with_arguments(call) for call in calls]
-        turns.append(turn)
-    return turns
-
-
-def _text_of(content: Any, index: int) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, (list, tuple)):
-        raise PromptError(f"the content of message {index} must be text or a list of text parts, got {content!r:.200}")
-    texts = []
-    for part in content:
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
-        if not isinstance(text, str):
-            kind = part.get("type", "untyped") if isinstance(part, Mapping) else type(part).__name__
-            raise PromptError(
-                f"message {index} has a part of type {kind!r} that holds no text, and this is a text-only model: "
-                "send text parts"
-            )
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _with_arguments(call: Any) -> Any:
-    """The call with its arguments as a dict, where they are the JSON text of one: templates would quote it twice."""
-    if not isinstance(call, Mapping):
-        return call
-    if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _with_arguments(call["function"])}
-    if not isinstance(call.get("arguments"), str):
-        return dict(call)
-    try:
-        arguments = json.loads(call["arguments"])
-    except ValueError:
-        return dict(call)
-    return {**call, "arguments": arguments} if isinstance(arguments, dict) else dict(call)
-
-
 def _first_accepted(
     tokenizer: PreTrainedTokenizerBase, turns: list[Message], template: str, apply: Callable[..., Any]
 ) -> list[int]:
     """Ids of the first way to put the conversation that the template accepts whole."""
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, TemplateSyntaxError
 
     go_on = turns[-1]["role"] == "assistant" and "tool_calls" not in turns[-1]
     if go_on and not turns[-1]["content"]:
@@ -209,6 +191,8 @@ def _first_accepted(
                     refusal = PromptError("it leaves out a system message")
                     continue
                 ids = list(render(attempt, sanitize_control_tokens=True))
+            except TemplateSyntaxError as error:
+                raise PromptError(f"the chat template is not valid Jinja (line {error.lineno}): {error}") from error
             except (TemplateError, TypeError, ValueError) as error:
                 refusal = error
                 continue
@@ -246,7 +230,7 @@ def _attempts(turns: list[Message]) -> Iterator[tuple[str, list[Message]]]:
     merged = _merged(turns)
     if len(merged) < len(turns):
         yield "messages of one role in a row were merged", merged
-    if any(turn["role"] in _SYSTEM for turn in turns):
+    if any(turn["role"] in SYSTEM for turn in turns):
         yield "system messages were moved into the first user message", _merged(_folded(turns))
 
 
@@ -263,8 +247,8 @@ def _merged(turns: list[Message]) -> list[Message]:
 
 
 def _folded(turns: list[Message]) -> list[Message]:
-    system = _joined(*(turn["content"] for turn in turns if turn["role"] in _SYSTEM))
-    rest = [turn for turn in turns if turn["role"] not in _SYSTEM]
+    system = _joined(*(turn["content"] for turn in turns if turn["role"] in SYSTEM))
+    rest = [turn for turn in turns if turn["role"] not in SYSTEM]
     for index, turn in enumerate(rest):
         if turn["role"] == "user":
             return [*rest[:index], {**turn, "content": _joined(system, turn["content"])}, *rest[index + 1 :]]
@@ -281,7 +265,7 @@ def _drops_system(turns: list[Message], render: Callable[..., Any]) -> bool:
     Markers stand in for the system texts, since a template may well change a text that it does not drop. It is a second
     rendering, without encoding: cheap next to reading the prompt, and it asks about this very conversation.
     """
-    marks = {i: f"SYSTEM{i}MARK" for i, turn in enumerate(turns) if turn["role"] in _SYSTEM and turn["content"]}
+    marks = {i: f"SYSTEM{i}MARK" for i, turn in enumerate(turns) if turn["role"] in SYSTEM and turn["content"]}
     if not marks:
         return False
     probe = [{**turn, "content": marks.get(i, turn["content"])} for i, turn in enumerate(turns)]

@@ -19,7 +19,7 @@ from langchain_core.messages import AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
-from fly_llm.config import FLY_FIELDS, KNOBS, SAMPLING_FIELDS, FLyConfig, SamplingConfig, check_names
+from fly_llm.config import KNOBS, FLyConfig, SamplingConfig, check_names, resolve
 from fly_llm.engine import TEMPLATE_OPTIONS, FLyEngine
 from fly_llm.errors import ContextOverflowError
 from fly_llm.models.sources import BUNDLED_NAME
@@ -43,7 +43,7 @@ _LOADING = (
     "local_files_only",
 )
 _TOLERATED = ("timeout", "max_retries", "api_key", "base_url")
-"""Constructor settings of remote models that generic code passes to any chat model; a local one has no use for them."""
+"""Settings of remote models that generic code passes to any chat model; a local one has no use for them."""
 _PROVIDER = "fly"
 
 
@@ -105,7 +105,7 @@ class ChatFLy(BaseChatModel):
     """Token id to value added to its logit."""
     max_tokens: int | None = None
     """Most new tokens; None is min(1024, room left in the context). `max_new_tokens` is a synonym."""
-    stop: list[str] | None = None
+    stop: list[str] | str | None = None
     """Stop strings; an answer ends before the first of them. Those of a call replace these."""
     seed: int | None = None
     """Seeds sampling; None draws a seed, which the answer reports."""
@@ -154,6 +154,8 @@ class ChatFLy(BaseChatModel):
             return values
         values = {name: value for name, value in values.items() if name not in _TOLERATED}
         if "max_new_tokens" in values:
+            if "max_tokens" in values:
+                raise ValueError("max_new_tokens is a synonym of max_tokens: give one of them")
             values["max_tokens"] = values.pop("max_new_tokens")
         aliases = {field.alias for field in cls.model_fields.values() if field.alias}
         check_names(values, {*cls.model_fields, *aliases})
@@ -162,27 +164,27 @@ class ChatFLy(BaseChatModel):
     @model_validator(mode="after")
     def _hold_engine(self) -> ChatFLy:
         """Check the settings now, and hold the weights (not loaded yet) for as long as this instance lives."""
+        resolve(FLyConfig(), SamplingConfig(), self._knobs())
         self._get_engine()
         return self
+
+    def _knobs(self) -> dict[str, Any]:
+        """The settings of a request that gives none."""
+        return {name: getattr(self, name) for name in KNOBS}
 
     def _get_engine(self) -> FLyEngine:
         """The engine for the current field values; loads nothing. Fields may be changed between calls."""
         loading = {name: getattr(self, name) for name in _LOADING}
         fields = (self.model, self.draft_model, *loading.values())
-        fly = FLyConfig(**{name: getattr(self, name) for name in FLY_FIELDS})
-        sampling = SamplingConfig(**{name: getattr(self, name) for name in SAMPLING_FIELDS})
         same = len(fields) == len(self._engine_fields) and all(
             new is old or (isinstance(new, (str, int, Path)) and new == old)
             for new, old in zip(fields, self._engine_fields, strict=True)
         )
-        if self._engine is None or not same:
-            old = self._engine
-            self._engine = FLyEngine.from_pretrained(self.model, self.draft_model, **loading)
-            self._engine_fields = fields
-            if old is not None:
-                old.close()
-        self._engine.fly, self._engine.sampling = fly, sampling
-        return self._engine
+        engine = self._engine
+        if engine is None or engine.closed or not same:  # a copy of this instance may hold the old one, or close it
+            engine = FLyEngine.from_pretrained(self.model, self.draft_model, **loading)
+            self._engine, self._engine_fields = engine, fields
+        return engine
 
     def close(self) -> None:
         """Release the weights, unless another instance still uses them. The next call would load them again."""
@@ -211,19 +213,41 @@ class ChatFLy(BaseChatModel):
         max_tokens = kwargs.get("max_tokens", kwargs.get("max_new_tokens", self.max_tokens))
         if max_tokens is not None:
             params["ls_max_tokens"] = max_tokens
-        if stop := stop if stop is not None else self.stop:
-            params["ls_stop"] = stop
+        if stops := stop if stop is not None else self.stop:
+            params["ls_stop"] = [stops] if isinstance(stops, str) else stops
         return params
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of a text, by the target's tokenizer."""
-        ids: list[int] = self._get_engine().tokenizer.encode(text, add_special_tokens=False)
+        """Token ids of a text as it would be in a message, by the target's tokenizer."""
+        tokenizer = self._get_engine().tokenizer
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         return ids
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Tokens of the rendered prompt, counted with the real chat template."""
         options = {"tools": tools} if tools else {}
         return self._get_engine().count_tokens(to_chat(messages), **options)
+
+    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> Any:
+        """Not there yet: tools would reach the model, but its calls would come back as text."""
+        raise NotImplementedError("ChatFLy does not do tool calling yet: use a chain that needs no tools")
+
+    def with_structured_output(self, schema: Any, **kwargs: Any) -> Any:
+        """Not there yet: it takes decoding under a grammar."""
+        raise NotImplementedError(
+            "ChatFLy does not do structured output yet: ask for JSON in the prompt and use a JsonOutputParser"
+        )
+
+    def _call(self, stop: list[str] | str | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of one call: this instance's, then those given. None means "not given"."""
+        ignored = ("stream", *_TOLERATED)
+        given = {name: value for name, value in kwargs.items() if value is not None and name not in ignored}
+        check_names(given, (*KNOBS, *TEMPLATE_OPTIONS, "max_new_tokens"))
+        if "max_new_tokens" in given:
+            given["max_tokens"] = given.pop("max_new_tokens")
+        if stop is not None:
+            given["stop"] = stop
+        return {**self._knobs(), **given}
 
     def _generate(
         self,
@@ -251,7 +275,7 @@ class ChatFLy(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        with _core_errors(), self._get_engine().stream(to_chat(messages), **_call(stop, kwargs)) as events:
+        with _core_errors(), self._get_engine().stream(to_chat(messages), **self._call(stop, kwargs)) as events:
             for event in events:
                 if chunk := _chunk(event):
                     if run_manager:
@@ -266,24 +290,13 @@ class ChatFLy(BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         with _core_errors():
-            stream = self._get_engine().astream(to_chat(messages), **_call(stop, kwargs))
+            stream = self._get_engine().astream(to_chat(messages), **self._call(stop, kwargs))
             async with contextlib.aclosing(stream) as events:  # type: ignore[type-var]
                 async for event in events:
                     if chunk := _chunk(event):
                         if run_manager:
                             await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                         yield chunk
-
-
-def _call(stop: list[str] | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Per-call settings for the engine. None means "not given"; unknown names are refused by the engine."""
-    overrides = {name: value for name, value in kwargs.items() if value is not None and name != "stream"}
-    if "max_new_tokens" in overrides:
-        overrides["max_tokens"] = overrides.pop("max_new_tokens")
-    if stop is not None:
-        overrides["stop"] = tuple(stop)
-    check_names(overrides, (*KNOBS, *TEMPLATE_OPTIONS, "max_new_tokens"))
-    return overrides
 
 
 def _chunk(event: Event) -> ChatGenerationChunk | None:

@@ -100,7 +100,7 @@ def test_the_tokenizers_own_template_a_named_one_and_variables_reach_the_renderi
         (None, ""),
         ([], ""),
         ([{"type": "text", "text": " one\n"}], " one\n"),
-        (["one", {"type": "text", "text": "two"}], "one\ntwo"),
+        (["one", {"type": "text", "text": " two"}], "one two"),
     ],
 )
 def test_contents_become_text(content, text):
