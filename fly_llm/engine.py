@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fly_llm.config import KNOBS, FLyConfig, SamplingConfig, check_names, resolve
-from fly_llm.errors import ConfigError, PromptError
+from fly_llm.errors import ConfigError, FLyError, PromptError
 from fly_llm.models.registry import Handle, ModelSpec
 from fly_llm.stream import EventStream, Request, result_async, stream_async
 from fly_llm.types import Event, Result
@@ -211,10 +211,19 @@ class FLyEngine:
                         request.deliver(event)
                 request.deliver(None)
             except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # a kept exception must not keep caches and models
-                request.deliver(error)
+                request.deliver(_detached(error))
 
         return lambda request: models.submit(partial(job, request))
+
+
+def _detached(error: BaseException) -> BaseException:
+    """The error without its frames, which would keep caches and models alive as long as somebody keeps the error.
+
+    Where the error came from is added as a note to those nobody raised on purpose.
+    """
+    if not isinstance(error, FLyError):
+        error.add_note("Raised on the engine's thread:\n" + "".join(traceback.format_tb(error.__traceback__)))
+    return error.with_traceback(None)
 
 
 def _checked(prompt: Any) -> str | list[Any]:

@@ -351,3 +351,67 @@ print(len(next(stream).token_ids))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "1"), done.stderr
+
+
+def test_a_forked_process_is_told_so(engine):
+    """The worker thread does not survive a fork: an error, not a wait for ever."""
+    import multiprocessing
+
+    engine.generate(PROMPTS[0], max_tokens=2)
+    pipe, end = multiprocessing.Pipe()
+
+    def child():
+        try:
+            engine.generate(PROMPTS[0], max_tokens=2)
+        except FLyError as error:
+            end.send(str(error))
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    assert pipe.poll(20)
+    assert "forked" in pipe.recv()
+    process.join(20)
+    assert process.exitcode == 0
+
+
+def test_a_request_that_starts_after_the_end_is_refused(folders):
+    engine = FLyEngine.from_pretrained(*folders, max_tokens=4)
+    late = engine.astream(PROMPTS[0])
+    engine.close()
+
+    async def read():
+        return [event async for event in late]
+
+    with pytest.raises(EngineClosedError, match="has been closed"):
+        asyncio.run(read())
+
+
+def test_a_kept_exception_keeps_no_models(folders):
+    engine = FLyEngine.from_pretrained(*folders).load()
+    target = engine._handle.models.pair().target.model
+    reference = weakref.ref(target)
+    target.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("out of luck")))
+    del target
+    with pytest.raises(RuntimeError, match="out of luck") as kept:
+        engine.generate(PROMPTS[0])
+    engine.close()
+    del engine
+    wait_until(lambda: gc.collect() is not None and reference() is None)
+    assert "in advance" in kept.value.__notes__[0]  # where it came from is still said
+
+
+def test_two_readers_of_one_stream_both_end(engine):
+    stream = engine.stream(PROMPTS[0])
+    with ThreadPoolExecutor(2) as pool:
+        counts = list(pool.map(lambda _: len(list(stream)), range(2), timeout=20))
+    assert sum(counts) > 2
+
+
+def test_messages_changed_after_the_call_do_not_change_the_request(engine):
+    messages = [{"role": "user", "content": "the dog"}]
+    with Forwards(engine, delay=0.01):
+        first = engine.stream(PROMPTS[0], max_tokens=10)
+        second = engine.stream(messages, max_tokens=2)
+        messages[0]["content"] = "the dog and the fox " * 10
+        first.result()
+        assert second.result().usage.prompt_tokens < 20

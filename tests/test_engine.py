@@ -470,6 +470,52 @@ def test_penalties_of_a_checkpoint_are_not_inherited_and_this_is_logged(pair, tm
     assert caplog.text.count("not inherited") == 1
 
 
+def test_an_ordinary_stop_string_does_not_make_the_unknown_token_an_end(pair):
+    import copy
+
+    target, draft, tokenizer = pair
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.unk_token = "<s>"
+    engine = FLyEngine.from_pretrained(target, draft, tokenizer=tokenizer, logit_bias={0: 50.0}, max_tokens=5)
+    for stop in ("never to be seen", "zq"):
+        assert engine.generate(PROMPTS[0], stop=stop).token_ids == (0,) * 5
+    assert engine.generate(PROMPTS[0], stop="<s>").token_ids == (0,)
+
+
+def test_a_relative_path_means_what_it_meant_when_the_engine_was_made(pair, tmp_path, monkeypatch):
+    for name, seed in (("a", 0), ("b", 5)):
+        tiny_llama(seed=seed).save_pretrained(tmp_path / name / "m")
+        pair[2].save_pretrained(tmp_path / name / "m")
+    answers = []
+    engines = []
+    for name in "ab":
+        monkeypatch.chdir(tmp_path / name)
+        engines.append(FLyEngine.from_pretrained("m", max_tokens=12))
+        monkeypatch.chdir(tmp_path)
+        answers.append(engines[-1].generate(PROMPTS[0]).token_ids)
+    assert answers[0] != answers[1]
+    for engine in engines:
+        engine.close()
+
+
+def test_weights_without_a_place_are_mentioned(pair, tmp_path, caplog):
+    pair[0].save_pretrained(tmp_path)
+    pair[2].save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "layer_types": None}))
+    with FLyEngine.from_pretrained(tmp_path, max_tokens=2) as engine:
+        engine.generate("hello")
+    assert "weights that a LlamaForCausalLM has no use for, model.layers.1" in caplog.text
+
+
+def test_every_setting_in_force_is_reported(engine):
+    report = engine.generate(PROMPTS[0], logit_bias={5: 1.0}, ignore_eos=True, seed=7).report()
+    assert (report["logit_bias"], report["ignore_eos"], report["seed"]) == ({"5": 1.0}, True, 7)
+    from fly_llm.config import KNOBS
+
+    assert set(KNOBS) <= set(report)
+
+
 def test_importing_the_package_imports_no_torch():
     code = "import sys, fly_llm; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     start = time.perf_counter()

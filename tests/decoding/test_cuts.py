@@ -84,6 +84,20 @@ def test_a_rejection_past_the_cut_is_not_reported():
     assert whole.rounds[0].rejection == "gate"
     short = decode_script([[2, 3, 9, 9]], k=4, eos_ids=frozenset({3}))
     assert (short.ids, short.rounds[0].rejection, short.stats.num_gate_rejections) == ([2, 3], None, 0)
+    cut = decode_script([SCRIPT[2:8]], k=6, cut=stop_after(4))
+    assert (cut.stats.num_accepted_tokens, cut.stats.num_draft_tokens, cut.stats.accepted_per_round) == (
+        3,
+        6,
+        [0, 0, 0, 1],
+    )
+
+
+def test_a_certain_mismatch_is_the_gates_however_short_the_draft():
+    for n in (1, 2, 6):
+        result = decode_script([[9] * n], k=9, rule=Rule(0.3, 6), max_tokens=9)
+        assert result.rounds[0].rejection == "gate"
+    unsure = decode_script([[9, 3]], k=9, uncertain=(2,), rule=Rule(0.3, 6), max_tokens=9)
+    assert unsure.rounds[0].rejection == "window"
 
 
 @pytest.mark.parametrize("window", [1, 2, 5])

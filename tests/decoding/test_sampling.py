@@ -233,3 +233,18 @@ def test_entropy_is_taken_before_temperature_and_filters(monkeypatch):
         run(target, drafter, PROMPT, k=4, sampling=SamplingConfig(temperature=temperature), rule=Rule(0.3, 1))
         rows[temperature] = seen[0].tolist()
     assert rows[0.0] == rows[5.0]
+
+
+def test_entropy_where_almost_everything_is_forbidden():
+    one, two = torch.full((1, 8), -torch.inf), torch.full((1, 8), -torch.inf)
+    one[0, 3] = 5.0
+    two[0, :2] = 1.0
+    assert entropy(one, "top3").tolist() == entropy(one, "normalized").tolist() == [0.0]
+    assert entropy(two, "top3").item() == pytest.approx(0.6931, abs=1e-3)
+
+
+def test_a_temperature_next_to_nothing_is_greedy():
+    greedy = run(ToyModel(TARGET, VOCAB), None, PROMPT, k=0, max_tokens=12).ids
+    for temperature in (1e-5, 1e-38, 1e-320):
+        config = SamplingConfig(temperature=temperature)
+        assert run(ToyModel(TARGET, VOCAB), None, PROMPT, k=0, max_tokens=12, sampling=config).ids == greedy

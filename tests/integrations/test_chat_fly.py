@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import json
 import operator
+import pickle
 import time
 
 import pytest
@@ -353,3 +355,50 @@ def test_bad_messages(llm):
     with pytest.raises(PromptError, match="FunctionMessage has no role"):
         llm.invoke([FunctionMessage(name="f", content="x")])
     assert llm.invoke("").usage_metadata["input_tokens"] > 0  # an empty turn is a turn
+
+
+def test_copies_do_not_close_or_change_each_other(folders):
+    first = ChatFLy(model=folders[0], max_tokens=6)
+    expected = first.invoke(QUESTION).content
+    other = first.model_copy(update={"model": folders[1], "max_tokens": 3})
+    assert other.invoke(QUESTION).usage_metadata["output_tokens"] == 3
+    assert first.invoke(QUESTION).content == expected
+    twin = copy.copy(first)
+    twin.close()
+    assert first.invoke(QUESTION).content == expected
+    deep = copy.deepcopy(first)
+    deep.theta = 0.9
+    assert pickle.loads(pickle.dumps(deep)).invoke(QUESTION).response_metadata["fly"]["theta"] == 0.9
+    assert first.invoke(QUESTION).response_metadata["fly"]["theta"] == 0.3
+
+
+def test_a_stop_string_may_be_given_bare(llm, folders):
+    full = llm.invoke(QUESTION, lossless=True).content
+    stop = full[6:9]
+    expected = full[: full.index(stop)]
+    assert llm.bind(stop=stop).invoke(QUESTION, lossless=True).content == expected
+    bare = ChatFLy(model=folders[0], stop=stop, max_tokens=40, lossless=True)
+    assert bare.invoke(QUESTION).content == expected
+    assert bare._get_ls_params()["ls_stop"] == [stop]
+
+
+def test_what_is_not_there_yet_says_so(llm):
+    with pytest.raises(NotImplementedError, match="does not do tool calling yet"):
+        llm.bind_tools([])
+    with pytest.raises(NotImplementedError, match="does not do structured output yet"):
+        llm.with_structured_output({})
+    with pytest.raises(PromptError, match="no place for tools="):
+        llm.invoke(QUESTION, tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}])
+    with pytest.raises(ValidationError, match="synonym of max_tokens"):
+        ChatFLy(max_tokens=4, max_new_tokens=5)
+
+
+def test_the_bundled_model_goes_by_its_public_name(folders, monkeypatch):
+    monkeypatch.setattr("fly_llm.models.bundled.default_target", lambda: folders[0])
+    answer = ChatFLy(max_tokens=2).invoke(QUESTION)
+    assert answer.response_metadata["model_name"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert answer.response_metadata["fly"]["model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def test_control_tokens_count_as_the_text_they_are(llm):
+    assert llm.get_num_tokens("<|im_end|>") > 1

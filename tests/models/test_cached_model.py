@@ -9,8 +9,20 @@ import pytest
 import torch
 from running import make_drafter, run
 from tiny_models import random_prompts, tiny_gemma3, tiny_lfm2, tiny_llama, tiny_mistral, tiny_qwen2
-from transformers import MambaConfig, MambaForCausalLM, RwkvConfig, RwkvForCausalLM
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    FalconMambaConfig,
+    FalconMambaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
 
+from fly_llm.config import SamplingConfig
+from fly_llm.decoding.decode import decode
+from fly_llm.decoding.sampling import Sampler
 from fly_llm.errors import UnsupportedCacheError
 from fly_llm.models.cached_model import CachedModel
 
@@ -118,6 +130,43 @@ def test_a_wider_draft_vocabulary_is_sliced():
     assert cached.advance([5, 6, 7], 2).shape == (2, 300)
 
 
+RECURRENT = {
+    "falcon_mamba": (FalconMambaForCausalLM, FalconMambaConfig, {"state_size": 4}),
+    "bamba": (
+        BambaForCausalLM,
+        BambaConfig,
+        {
+            "intermediate_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_d_state": 4,
+            "mamba_n_groups": 1,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_plain_decoding_of_recurrent_models_equals_generate_at_any_prompt_length(name):
+    """They start over when several tokens follow cached ones, so their prompt is prefilled in one piece."""
+    make, make_config, options = RECURRENT[name]
+    config = make_config(vocab_size=320, hidden_size=32, num_hidden_layers=2, pad_token_id=0, **options)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = make(config).eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(60)
+    for prompt in random_prompts(2, 33):
+        result = run(CachedModel(model, rollback=False), None, prompt, k=0, max_tokens=12, prefill_chunk=8)
+        ids = torch.tensor([prompt])
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        assert result.ids == expected[0, 33:].tolist()[: len(result.ids)]
+        assert len(result.ids) == 12
+
+
 def tiny_mamba():
     config = MambaConfig(vocab_size=320, hidden_size=32, state_size=4, num_hidden_layers=2)
     with torch.random.fork_rng():
@@ -133,6 +182,22 @@ def test_a_cache_that_cannot_be_rolled_back_is_refused_before_anything_is_genera
         UnsupportedCacheError, match=r"MambaForCausalLM.*cannot be rolled back.*num_speculative_tokens=0"
     ):
         run(CachedModel(target), make_drafter(kind, lambda: CachedModel(draft)), prompt, k=4)
+
+
+def test_a_prompt_of_one_token_is_refused_before_anything_is_generated_too():
+    rounds = []
+    with pytest.raises(UnsupportedCacheError, match="cannot be rolled back"):
+        rounds.extend(
+            decode(
+                CachedModel(tiny_mamba()),
+                make_drafter("lookup", None),
+                [7],
+                sampler=Sampler(SamplingConfig(), 0, 320),
+                max_tokens=4,
+                num_speculative_tokens=4,
+            )
+        )
+    assert rounds == []
 
 
 def test_plain_decoding_works_on_a_cache_that_cannot_be_rolled_back():
