@@ -7,6 +7,9 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 SOURCES = fly_llm integrations tests examples
 
+# Threads that wait politely: with another process on the same cores, spinning ones are several times slower.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .PHONY: demo test test-oldest lint format clean
 
 demo: $(READY)

@@ -20,7 +20,6 @@ from fly_llm import FLyEngine
 SETTINGS: dict[str, dict[str, Any]] = {
     "strict": {"lossless": True},
     "relaxed": {"relax_lookup": True},
-    "relaxed, strict_prefix=8": {"relax_lookup": True, "strict_prefix": 8},
 }
 
 
