@@ -1,6 +1,7 @@
 """A model and the cache of the tokens it has seen. Everything this project knows about transformers' cache API is here.
 
-- transformers 5.24 renamed the forward's `past_key_values` to `cache`; both names are handled.
+- transformers 5.24 renamed the forward's `past_key_values`, and the `cache_params` of recurrent models, to `cache`; all
+  three names are handled.
 - `Cache.crop` takes a negative count; this class takes an absolute length, which cannot drift.
 - Sliding-window layers drop their past unless recording is on, and their `crop` drops what rolls out of the window.
   Several rollbacks in a row (nested drafting) need that past, so rolling back and giving up the past are two calls:
@@ -19,6 +20,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from fly_llm.errors import UnsupportedCacheError
+
+_CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
 class CachedModel:
@@ -42,7 +45,7 @@ class CachedModel:
         self._vocab_size: int = min(config.vocab_size, vocab_size or config.vocab_size)
         self._rollback = rollback
         names = inspect.signature(type(model).forward).parameters
-        self._cache_name = "cache" if "cache" in names else "past_key_values"
+        self._cache_name = next((name for name in _CACHE_NAMES if name in names), "past_key_values")
         self._keeps_logits = "logits_to_keep" in names
         self._takes_positions = "position_ids" in names
         self.reset()
