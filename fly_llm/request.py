@@ -175,7 +175,8 @@ def _seed(sampling: SamplingConfig) -> int | None:
 
 def _end_ids(target: Any, sampling: SamplingConfig) -> frozenset[int]:
     """End-of-sequence ids, and the ids of stop strings that are one special or added token (these leave no text)."""
-    ids = {token.content: number for number, token in target.tokenizer.added_tokens_decoder.items()}
+    added = target.tokenizer.added_tokens_decoder if sampling.stop else {}
+    ids = {token.content: number for number, token in added.items()}
     ends = frozenset(ids[text] for text in sampling.stop if text in ids)
     return ends if sampling.ignore_eos else target.eos_ids | ends
 

@@ -96,7 +96,8 @@ def render_chat(
             chosen["tokenizer_kwargs"] = {"verbose": False}  # the engine says itself, and better, what is too long
         return tokenizer.apply_chat_template(turns, return_dict=False, **chosen)
 
-    _refuse_forged_keys(tokenizer, (turns, variables))
+    control = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
+    _refuse_forged_keys(control, (turns, variables))
     ids = _first_accepted(tokenizer, turns, template, apply)
     for name in ("tools", "documents"):
         if variables[name] and ids == _without(name, tokenizer, turns, template, apply):
@@ -118,7 +119,7 @@ def _without(
         return None
 
 
-def _refuse_forged_keys(tokenizer: PreTrainedTokenizerBase, value: Any) -> None:
+def _refuse_forged_keys(control: Sequence[str], value: Any) -> None:
     """Keys of dicts (arguments of tool calls, properties of schemas) are the one place transformers does not sanitise.
 
     Raises:
@@ -126,13 +127,13 @@ def _refuse_forged_keys(tokenizer: PreTrainedTokenizerBase, value: Any) -> None:
     """
     if isinstance(value, Mapping):
         for key in value:
-            for token in tokenizer.added_tokens_decoder.values():
-                if isinstance(key, str) and token.content.strip() and token.content in key:
-                    raise PromptError(f"the key {key!r:.80} spells the control token {token.content!r}: rename it")
+            for token in control:
+                if isinstance(key, str) and token in key:
+                    raise PromptError(f"the key {key!r:.80} spells the control token {token!r}: rename it")
         value = list(value.values())
     if isinstance(value, (list, tuple)):
         for item in value:
-            _refuse_forged_keys(tokenizer, item)
+            _refuse_forged_keys(control, item)
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
