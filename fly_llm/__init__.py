@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fly_llm.config import FLyConfig, SamplingConfig
+from fly_llm.config import FLyConfig, SamplingConfig, overrides
 from fly_llm.errors import (
     ConfigError,
     ContextOverflowError,
@@ -40,6 +40,7 @@ __all__ = [
     "TokenizerMismatchError",
     "UnsupportedCacheError",
     "Usage",
+    "overrides",
 ]
 
 

@@ -6,10 +6,12 @@ misspelt name is an error everywhere (Python, LangChain, LlamaIndex, command lin
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +19,8 @@ from fly_llm.errors import ConfigError
 
 Entropy = Literal["top3", "normalized"]
 Drafting = Literal["auto", "lookup", "model", "nested"]
+DEFAULT_MAX_TOKENS = 1024
+"""What an unset `max_tokens` means, where the context has room for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,8 @@ class FLyConfig:
             draft model; "auto" is nested where there is a draft model, else lookup.
         relax_lookup: whether tokens that prompt lookup sends straight to the target may be relaxed. They are copies
             of the context, so a relaxed one can be a wrong name or number.
+        prefix_cache_bytes: most bytes of key/value caches of finished requests, of both models together, that are kept
+            for later prompts which begin alike (a conversation's next turn). 0 keeps and uses none.
     """
 
     theta: float = 0.3
@@ -49,11 +55,13 @@ class FLyConfig:
     strict_prefix: int = 0
     drafting: Drafting = "auto"
     relax_lookup: bool = True
+    prefix_cache_bytes: int = 2**29
 
     def __post_init__(self) -> None:
         _number("theta", self.theta, low=0.0, infinite=True)
         _integer("num_speculative_tokens", self.num_speculative_tokens, low=0)
         _integer("strict_prefix", self.strict_prefix, low=0)
+        _integer("prefix_cache_bytes", self.prefix_cache_bytes, low=0)
         if self.entropy not in ("top3", "normalized"):
             raise ConfigError(f"entropy must be 'top3' or 'normalized', got {self.entropy!r}")
         if self.drafting not in ("auto", "lookup", "model", "nested"):
@@ -172,6 +180,39 @@ def resolve(fly: FLyConfig, sampling: SamplingConfig, overrides: Mapping[str, An
     changed_fly = {name: value for name, value in overrides.items() if name in FLY_FIELDS}
     changed_sampling = {name: value for name, value in overrides.items() if name in SAMPLING_FIELDS}
     return dataclasses.replace(fly, **changed_fly), dataclasses.replace(sampling, **changed_sampling)
+
+
+_overrides: ContextVar[Mapping[str, Any]] = ContextVar("fly_llm_overrides", default={})  # noqa: B039, never changed
+
+
+@contextlib.contextmanager
+def overrides(**knobs: Any) -> Iterator[None]:
+    """Settings for every request made inside a `with` block, through whatever code makes it.
+
+    For query engines and agents, which pass no settings on. They go over the settings of an engine, a `ChatFLy` or an
+    `FLyLLM`, and under those given to a single call; an inner block goes over an outer one. They are kept in a context
+    variable: tasks, and threads that take their parent's context along (`asyncio.to_thread`, LangChain's and
+    LlamaIndex's own pools) see them, and no other task does. A bare `threading.Thread` starts with an empty context:
+    start it with `contextvars.copy_context().run`.
+
+    Args:
+        **knobs: any field of `FLyConfig` and `SamplingConfig`.
+
+    Raises:
+        ConfigError: an unknown name or a value out of range.
+    """
+    roomy = FLyConfig(num_speculative_tokens=2**31)  # whether the window fits into K is for each request to say
+    resolve(roomy, SamplingConfig(), knobs)
+    token = _overrides.set({**_overrides.get(), **knobs})
+    try:
+        yield
+    finally:
+        _overrides.reset(token)
+
+
+def overridden() -> Mapping[str, Any]:
+    """What the `overrides` blocks around the caller set."""
+    return _overrides.get()
 
 
 _ALSO_KNOWN_AS = {

@@ -7,13 +7,16 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fly_llm.config import KNOBS, FLyConfig, SamplingConfig, check_names, resolve
+from fly_llm.config import KNOBS, FLyConfig, SamplingConfig, check_names, overridden, resolve
 from fly_llm.errors import ConfigError, FLyError, PromptError
 from fly_llm.models.registry import Handle, ModelSpec
 from fly_llm.stream import EventStream, Request, result_async, stream_async
 from fly_llm.types import Event, Result
+
+if TYPE_CHECKING:
+    from fly_llm.models.facts import Facts
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """A text to complete as it stands, token ids, or chat messages (which go through the chat template)."""
@@ -160,6 +163,22 @@ class FLyEngine:
         self._handle.models.pair()
         return self
 
+    def facts(self, *, at_hand: bool = False) -> Facts | None:
+        """Context window and chat template of the target, without loading weights.
+
+        Args:
+            at_hand: use only what takes milliseconds, and return None where that is not enough.
+
+        Raises:
+            ModelLoadError: the model is not there; not raised with `at_hand`.
+        """
+        from fly_llm.models.facts import glance, look, of_pair
+
+        models = self._handle.models
+        if models.is_loaded:
+            return of_pair(models.pair().target)
+        return glance(self._specs[0]) if at_hand else look(self._specs[0])
+
     @property
     def tokenizer(self) -> Any:
         """A copy of the target's tokenizer, for use in any one thread. Loads the models if they are not loaded."""
@@ -180,20 +199,24 @@ class FLyEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def is_live(self) -> bool:
+        """Whether it was made from loaded objects, which can be neither pickled nor loaded again."""
+        return any(spec is not None and spec.is_live for spec in self._specs)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        for spec in self._specs:
-            if spec is not None and spec.is_live:
-                raise TypeError(
-                    "an engine made from loaded objects cannot be pickled or copied: make it from names or paths, or "
-                    "call from_pretrained again with the objects on the other side"
-                )
+        if self.is_live:
+            raise TypeError(
+                "an engine made from loaded objects cannot be pickled or copied: make it from names or paths, or "
+                "call from_pretrained again with the objects on the other side"
+            )
         return (partial(FLyEngine, fly=self.fly, sampling=self.sampling), self._specs)
 
     def _starter(self, prompt: Prompt, overrides: Mapping[str, Any]) -> Callable[[Request], None]:
         """Check what can be checked without the models. Returns what queues the request for the worker thread."""
         check_names(overrides, (*KNOBS, *TEMPLATE_OPTIONS))
         template = {name: overrides[name] for name in TEMPLATE_OPTIONS if name in overrides}
-        knobs = {name: value for name, value in overrides.items() if name not in TEMPLATE_OPTIONS}
+        knobs = {**overridden(), **{name: overrides[name] for name in overrides if name in KNOBS}}
         fly, sampling = resolve(self.fly, self.sampling, knobs)
         checked = _checked(prompt)
         if template and not (isinstance(checked, list) and isinstance(checked[0], Mapping)):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fly_llm.config import FLyConfig, SamplingConfig
+from fly_llm.config import DEFAULT_MAX_TOKENS, FLyConfig, SamplingConfig
 from fly_llm.decoding.decode import decode
 from fly_llm.decoding.sampling import Sampler
 from fly_llm.decoding.verify import Rule
@@ -20,8 +20,6 @@ from fly_llm.models.registry import Pair
 from fly_llm.text.chat import encode_text, render_chat
 from fly_llm.text.transcript import Transcript
 from fly_llm.types import Event, FinishReason, Relaxation, Result, Round, Stats, Usage
-
-DEFAULT_MAX_TOKENS = 1024
 
 
 def encode(tokenizer: Any, vocab_size: int, prompt: str | list[Any], template: Mapping[str, Any]) -> list[int]:
@@ -60,13 +58,16 @@ def run(
     drafting = _drafting(pair, fly)
     cache = CachedModel(target.model, max_length=target.context_window, rollback=fly.num_speculative_tokens > 0)
     _check_bias(sampling, cache.vocab_size)
-    drafter = _drafter(pair, drafting, cache.vocab_size) if fly.num_speculative_tokens else None
+    drafter, draft_cache = _drafter(pair, drafting, cache.vocab_size) if fly.num_speculative_tokens else (None, None)
     settings = _settings(pair, fly, sampling, drafting=drafting, max_tokens=max_tokens, seed=seed)
     answer = _Answer(target.tokenizer, Transcript(target.tokenizer, sampling.stop, fly.strict_prefix), settings)
+    pasts = _Pasts(pair, prompt, fly)
     try:
+        pasts.resume("target", cache)
         if drafter is not None:
             draft_seed = random.Random(f"draft {seed}").getrandbits(62)
-            drafter.start(DraftRequest(sampling, draft_seed, eos_ids, cancelled))
+            cached = pasts.resume("draft", draft_cache)
+            drafter.start(DraftRequest(sampling, draft_seed, eos_ids, cancelled, cached))
         for round_ in decode(
             cache,
             drafter,
@@ -86,10 +87,42 @@ def run(
             yield answer.add(round_)
             if round_.finish_reason is not None:
                 yield answer.finish(round_.finish_reason)
+    except Exception:
+        pasts.close()  # a forward that failed may have left half of itself in a cache
+        raise
     finally:
+        pasts.keep("target", cache, [*prompt, *answer.token_ids])
+        if isinstance(drafter, ModelDrafter):
+            pasts.keep("draft", draft_cache, drafter.cached)
         cache.reset()
         if drafter is not None:
             drafter.close()
+
+
+class _Pasts:
+    """The caches of earlier requests that this one goes on from, and those it leaves."""
+
+    def __init__(self, pair: Pair, prompt: list[int], fly: FLyConfig) -> None:
+        self._store, self._prompt, self._limit = pair.prefixes, prompt, fly.prefix_cache_bytes
+        self._rollback = fly.num_speculative_tokens > 0
+
+    def resume(self, role: str, cache: CachedModel | None) -> Sequence[int]:
+        """Fill an empty cache with what it can have of the prompt but its last token. Returns the tokens it holds."""
+        found = self._store.take((role, self._rollback), self._prompt) if cache and self._limit else None
+        if cache is None or found is None:
+            return ()
+        cache.attach(*found)
+        return self._prompt[: cache.length]
+
+    def keep(self, role: str, cache: CachedModel | None, ids: Sequence[int]) -> None:
+        """Keep a cache of the first tokens of `ids`."""
+        past = cache.detach() if cache and self._limit and cache.length <= len(ids) else None
+        if past is not None:
+            self._store.put((role, self._rollback), ids[: past.length], past, limit=self._limit)
+
+    def close(self) -> None:
+        """Keep nothing from now on."""
+        self._limit = 0
 
 
 class _Answer:
@@ -103,6 +136,11 @@ class _Answer:
         self._ids: list[int] = []
         self._relaxed: list[tuple[int, int]] = []  # position, the target's own token
         self._texts: list[str] = []
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The tokens committed so far."""
+        return self._ids
 
     def add(self, round_: Round) -> Event:
         """Take a round, whose tokens the transcript has seen already."""
@@ -124,7 +162,7 @@ class _Answer:
             text=whole,
             token_ids=tuple(self._ids),
             finish_reason=reason,
-            usage=Usage(self.stats.num_prompt_tokens, len(self._ids)),
+            usage=Usage(self.stats.num_prompt_tokens, len(self._ids), self.stats.num_cached_tokens),
             stats=self.stats,
             relaxations=tuple(self._relaxation(whole, position, own) for position, own in self._relaxed),
             settings=self._settings,
@@ -149,11 +187,12 @@ def _drafting(pair: Pair, fly: FLyConfig) -> str:
     return fly.drafting
 
 
-def _drafter(pair: Pair, drafting: str, vocab_size: int) -> Drafter:
+def _drafter(pair: Pair, drafting: str, vocab_size: int) -> tuple[Drafter, CachedModel | None]:
+    """A drafter, and the draft model's cache if it has one."""
     if drafting == "lookup" or pair.draft is None:
-        return LookupDrafter()
+        return LookupDrafter(), None
     draft = CachedModel(pair.draft.model, max_length=pair.draft.context_window, vocab_size=vocab_size)
-    return ModelDrafter(draft, LookupDrafter() if drafting == "nested" else None)
+    return ModelDrafter(draft, LookupDrafter() if drafting == "nested" else None), draft
 
 
 def _budget(prompt_tokens: int, context_window: int | None, max_tokens: int | None) -> int:
@@ -203,6 +242,7 @@ def _settings(
         "strict_prefix": fly.strict_prefix,
         "drafting": drafting if fly.num_speculative_tokens else None,
         "relax_lookup": fly.relax_lookup,
+        "prefix_cache_bytes": fly.prefix_cache_bytes,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,

@@ -86,6 +86,7 @@ class Stats:
 
     Attributes:
         num_prompt_tokens: length of the prompt.
+        num_cached_tokens: of these, how many were in a cache that an earlier request had left.
         num_output_tokens: emitted tokens, end-of-sequence included.
         num_rounds: rounds, which is also the number of verifying target forwards.
         num_draft_tokens: proposed tokens.
@@ -104,6 +105,7 @@ class Stats:
     """
 
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_rounds: int = 0
     num_draft_tokens: int = 0
@@ -181,10 +183,12 @@ class Usage:
         prompt_tokens: tokens of the rendered prompt.
         completion_tokens: emitted tokens; counts the end-of-sequence token, and the tokens of a stop string up to
             its last.
+        cached_tokens: tokens of the prompt that were not computed, because an earlier request had left them in a cache.
     """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:

@@ -236,21 +236,29 @@ def live_tensors():
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
-def test_memory_stays_flat_between_calls_50_and_200(engine):
+@pytest.mark.parametrize("kept", [0, 300_000], ids=["no-caches-kept", "300-kB-of-caches-kept"])
+def test_memory_stays_flat_between_calls_50_and_200(engine, kept):
     process = psutil.Process()
     marks = {}
     for i in range(1, 201):
-        options = OPTIONS[i % 4]
+        options = {**OPTIONS[i % 4], "prefix_cache_bytes": kept}
         if i % 3:
             engine.generate(PROMPTS[i % 16], max_tokens=12, **options)
         else:
             with engine.stream(PROMPTS[i % 16], max_tokens=12, **options) as stream:
                 next(stream)
-            engine.generate(PROMPTS[0], max_tokens=1)  # so that the cancelled one has ended
+            # so that the cancelled one has ended
+            engine.generate(PROMPTS[0], max_tokens=1, prefix_cache_bytes=kept)
         if i in (50, 200):
+            settled = threading.Event()
+            engine._handle.models.submit(settled.set)
+            assert settled.wait(10)
             marks[i] = (process.memory_info().rss, live_tensors())
     assert marks[200][0] - marks[50][0] < 20e6
-    assert marks[200][1] == marks[50][1]
+    prefixes = engine._handle.models.pair().prefixes
+    assert prefixes.nbytes <= kept
+    assert (len(prefixes) > 1) == (kept > 0)
+    assert abs(marks[200][1] - marks[50][1]) <= (60 if kept else 0)
 
 
 def test_making_an_engine_takes_milliseconds_and_loads_nothing(folders):

@@ -21,6 +21,7 @@ BELOW = {
     "text": {"config", "types", "errors"},
     "request": {"config", "types", "errors", "decoding", "drafters", "models", "text"},
     "engine": {"config", "types", "errors", "stream", "models", "request"},
+    "wrapper": {"config", "errors", "models", "engine"},
     "cli": {"config", "types", "errors", "stream", "models", "engine"},
 }
 """Room -> the rooms it may import."""

@@ -91,6 +91,9 @@ class Options:
     relax_lookup: Annotated[bool, _in_fly(help="Whether mismatches in looked-up drafts may be kept as well.")] = (
         _FLY.relax_lookup
     )
+    prefix_cache_bytes: Annotated[
+        int, _in_fly(help="Most bytes of finished requests' caches kept for prompts that begin alike; 0 keeps none.")
+    ] = _FLY.prefix_cache_bytes
 
     temperature: Annotated[float, _in_sampling(help="0 always takes the likeliest token.")] = _SAMPLING.temperature
     top_p: Annotated[float, _in_sampling(help="Nucleus sampling; 1 is off.")] = _SAMPLING.top_p

@@ -74,7 +74,7 @@ def decode(
     if not prompt or max_tokens < 1:
         raise ValueError(f"need a prompt and max_tokens >= 1, got {len(prompt)} tokens and max_tokens={max_tokens}")
     stats = stats if stats is not None else Stats()
-    stats.num_prompt_tokens = len(prompt)
+    stats.num_prompt_tokens, stats.num_cached_tokens = len(prompt), target.length
     copies, speculative = host_copies(), drafter is not None and num_speculative_tokens > 0
     start = time.perf_counter()
     if not prefill(target, prompt[target.length : -1], prefill_chunk, cancelled):

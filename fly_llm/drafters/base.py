@@ -19,12 +19,14 @@ class DraftRequest:
         seed: seeds the drafter's own draws; never the target's seed.
         eos_ids: drafting stops after any of these.
         cancelled: read before every forward.
+        cached: the tokens that the draft model's cache holds already, from an earlier request.
     """
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     seed: int = 0
     eos_ids: Collection[int] = frozenset()
     cancelled: Callable[[], bool] = lambda: False
+    cached: Sequence[int] = ()
 
 
 class Drafter(Protocol):

@@ -43,7 +43,12 @@ class ModelDrafter:
     @property
     def num_forwards(self) -> int:
         """Draft model forwards in this request so far."""
-        return self._model.num_forwards
+        return self._model.num_forwards - self._earlier_forwards
+
+    @property
+    def cached(self) -> Sequence[int]:
+        """The tokens the draft model's cache holds."""
+        return self._cached
 
     def start(self, request: DraftRequest) -> None:
         """Forget the last request; see `Drafter.start`."""
@@ -54,8 +59,10 @@ class ModelDrafter:
     def _begin(self, request: DraftRequest) -> None:
         self._request = request
         self._sampler = Sampler(request.sampling, request.seed, self._model.vocab_size)
-        self._model.reset()
-        self._cached, self._settled, self._checked = [], 0, False
+        if not request.cached:
+            self._model.reset()
+        self._cached, self._settled, self._checked = list(request.cached), 0, False
+        self._earlier_forwards = self._model.num_forwards
 
     def close(self) -> None:
         """Release the cache."""

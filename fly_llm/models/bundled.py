@@ -49,8 +49,8 @@ def default_target(cache_dir: Path | None = None) -> str | Path:
     if gguf is None:
         return BUNDLED_NAME
     dtype = str(fast_dtype("cpu")).removeprefix("torch.")
-    parent = cache_folder(cache_dir)
-    folder = parent / f"smollm2-135m-instruct-{_version()}-{_fingerprint(gguf)}-{dtype}"
+    folder = _folder(gguf, dtype, cache_dir)
+    parent = folder.parent
     if _is_complete(folder):
         return folder
     try:
@@ -66,6 +66,19 @@ def default_target(cache_dir: Path | None = None) -> str | Path:
         )
         return gguf
     return folder
+
+
+def converted_folder() -> Path | None:
+    """The folder of the converted checkpoint if it is there already."""
+    gguf = bundled_gguf()
+    if gguf is None:
+        return None
+    folder = _folder(gguf, str(fast_dtype("cpu")).removeprefix("torch."))
+    return folder if _is_complete(folder) else None
+
+
+def _folder(gguf: Path, dtype: str, cache_dir: Path | None = None) -> Path:
+    return cache_folder(cache_dir) / f"smollm2-135m-instruct-{_version()}-{_fingerprint(gguf)}-{dtype}"
 
 
 def cache_folder(cache_dir: Path | None = None) -> Path:

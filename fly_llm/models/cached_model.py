@@ -11,17 +11,61 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from fly_llm.errors import UnsupportedCacheError
 
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+
+
+@dataclass
+class Past:
+    """The cache of a finished request, taken out of its `CachedModel` for a later one to go on from.
+
+    Attributes:
+        cache: transformers' cache.
+        length: how many tokens it holds.
+        restorable: the shortest length it can be truncated to.
+    """
+
+    cache: Any
+    length: int
+    restorable: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory its tensors hold on to, parts that are cut off but not freed included."""
+        found: dict[int, int] = {}
+        for layer in self.cache.layers:
+            for value in vars(layer).values():
+                for tensor in value.values() if isinstance(value, dict) else (value,):
+                    if isinstance(tensor, Tensor):
+                        storage = tensor.untyped_storage()
+                        found[storage.data_ptr()] = storage.nbytes()
+        return sum(found.values())
+
+    @torch.inference_mode()
+    def copy(self, length: int) -> Past:
+        """A copy of the first `length` tokens' cache at least; what is longer is cut off when it is attached."""
+        whole = copy.copy(self.cache)
+        plain = all(type(layer) is DynamicLayer for layer in self.cache.layers)
+        if not plain:
+            return Past(copy.deepcopy(self.cache), self.length, self.restorable)
+        whole.layers = []
+        for layer in self.cache.layers:
+            part = copy.copy(layer)
+            if layer.is_initialized:
+                part.keys, part.values = layer.keys[..., :length, :].clone(), layer.values[..., :length, :].clone()
+            whole.layers.append(part)
+        return Past(whole, length, self.restorable)
 
 
 class CachedModel:
@@ -48,6 +92,7 @@ class CachedModel:
         self._cache_name = next((name for name in _CACHE_NAMES if name in names), "past_key_values")
         self._keeps_logits = "logits_to_keep" in names
         self._takes_positions = "position_ids" in names
+        self._num_forwards: int = 0
         self.reset()
 
     def reset(self) -> None:
@@ -55,7 +100,23 @@ class CachedModel:
         self._cache: Any = None  # transformers' layer classes share no typed interface
         self._length: int = 0
         self._restorable: int = 0
-        self._num_forwards: int = 0
+
+    def detach(self) -> Past | None:
+        """Take the cache out, and start with an empty one; None if it is empty, or cannot be gone on from."""
+        cache, length, restorable = self._cache, self._length, self._restorable
+        if cache is None or not length or not (self.resumes or self._rollback):  # with a recorded past, all resume
+            return None
+        if not self._rollback and any(map(_forgets, cache.layers)):
+            restorable = length
+        if not cache.is_croppable:
+            restorable = length
+        self.reset()
+        return Past(cache, length, restorable)
+
+    def attach(self, past: Past, length: int) -> None:
+        """Go on from a cache of this model, made with the same `rollback`, truncated to its first `length` tokens."""
+        self._cache, self._length, self._restorable = past.cache, past.length, past.restorable
+        self.truncate(length)
 
     @property
     def length(self) -> int:
@@ -111,7 +172,7 @@ class CachedModel:
         output = self._model(input_ids=ids, use_cache=True, return_dict=True, **inputs)
         self._num_forwards += 1
         self._length += len(tokens)
-        if self._num_forwards == 1 and not any(map(_is_used, self._cache.layers)):
+        if self._length == len(tokens) and not any(map(_is_used, self._cache.layers)):
             raise UnsupportedCacheError(
                 f"{type(self._model).__name__} does not keep its past in transformers' cache, so it cannot be decoded "
                 "here: use another model, or its own generate()"

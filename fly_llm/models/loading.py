@@ -83,7 +83,7 @@ def load_model(
         where = config = None
     else:
         where = resolve_source(source)
-        name, config = where.name, _load_config(where, options)
+        name, config = where.name, load_config(where, options)
     if tokenizer is None:
         tokenizer = _load_tokenizer(where, options)
     elif isinstance(tokenizer, str | Path):
@@ -123,7 +123,7 @@ def describe(source: Any, options: LoadOptions | None = None) -> dict[str, Any]:
 
     options = options or LoadOptions()
     where = resolve_source(source)
-    config = _load_config(where, options)
+    config = load_config(where, options)
     tokenizer = _load_tokenizer(where, options)
     generation: Any = None
     if where.gguf_file is None:
@@ -170,7 +170,8 @@ def load_tokenizer(source: str | Path, options: LoadOptions | None = None) -> An
     return _load_tokenizer(resolve_source(source), options or LoadOptions())
 
 
-def _load_config(where: Source, options: LoadOptions) -> Any:
+def load_config(where: Source, options: LoadOptions) -> Any:
+    """The config of a causal language model. Raises `ModelLoadError`."""
     from transformers import AutoConfig
 
     with explained(where):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fly_llm.errors import EngineClosedError, FLyError
+from fly_llm.models.prefixes import PrefixStore
 
 if TYPE_CHECKING:
     from fly_llm.models.loading import LoadedModel
@@ -87,6 +88,8 @@ class Pair:
     draft: LoadedModel | None
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Held by callers while they use `tokenizer`."""
+    prefixes: PrefixStore = field(default_factory=PrefixStore)
+    """Caches of finished requests; belongs to the worker thread."""
     _copy: Any = None
 
     @property

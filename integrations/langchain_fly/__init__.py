@@ -1,4 +1,4 @@
-"""LangChain chat model over fly-llm: local models, sped up by loose speculative decoding."""
+"""LangChain models over fly-llm: local models, sped up by loose speculative decoding."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ try:
 except ImportError as error:
     raise ImportError("langchain_fly needs langchain-core: pip install 'fly-llm[langchain]'") from error
 
-from langchain_fly.chat_models import ChatFLy, ChatFLyContextOverflowError
+from langchain_fly.callbacks import FLyCallbackHandler
+from langchain_fly.chat_models import ChatFLy
+from langchain_fly.common import ChatFLyContextOverflowError
+from langchain_fly.llms import FLyLLM
 
-__all__ = ["ChatFLy", "ChatFLyContextOverflowError"]
+__all__ = ["ChatFLy", "ChatFLyContextOverflowError", "FLyCallbackHandler", "FLyLLM"]

@@ -1,0 +1,76 @@
+"""Caches of finished requests, for prompts that begin alike: the next turn of a chat, an agent's next step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fly_llm.models.cached_model import Past
+
+_WORTH_IT = 16
+"""Shared tokens below which a cache is not gone on from: computing them is as quick."""
+_TAIL = 64
+"""Tokens past the shared ones up to which a cache is taken over, its tail dropped, rather than copied."""
+
+
+@dataclass
+class _Entry:
+    kind: Hashable
+    ids: tuple[int, ...]
+    past: Past
+    nbytes: int
+
+
+class PrefixStore:
+    """Caches by the tokens they hold, the least recently used dropped first. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []  # the most recently used last
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all kept caches hold."""
+        return sum(entry.nbytes for entry in self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def take(self, kind: Hashable, ids: Sequence[int]) -> tuple[Past, int] | None:
+        """The cache that holds most of the first tokens of `ids`, its last one excepted, which stays pending.
+
+        A cache of little more than these tokens is handed over; one of another, longer text stays, and is copied.
+
+        Returns:
+            The cache, and the length to truncate it to; None if no cache helps.
+        """
+        best, shared = None, _WORTH_IT - 1
+        for entry in self._entries:
+            if entry.kind == kind:
+                common = min(_common(entry.ids, ids), len(ids) - 1)
+                if common > shared and common >= entry.past.restorable:
+                    best, shared = entry, common
+        if best is None:
+            return None
+        self._entries.remove(best)
+        if len(best.ids) - shared <= _TAIL:
+            return best.past, shared
+        self._entries.append(best)
+        return best.past.copy(shared), shared
+
+    def put(self, kind: Hashable, ids: Sequence[int], past: Past, *, limit: int) -> None:
+        """Keep a cache that holds `ids`, instead of those it goes on from, and drop the oldest above `limit` bytes."""
+        ids = tuple(ids)
+        self._entries = [entry for entry in self._entries if entry.kind != kind or ids[: len(entry.ids)] != entry.ids]
+        self._entries.append(_Entry(kind, ids, past, past.nbytes))
+        while self._entries and self.nbytes > limit:
+            del self._entries[0]
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens are the same."""
+    for i, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return i
+    return min(len(one), len(other))
