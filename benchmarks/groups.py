@@ -134,7 +134,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     engine = FLyEngine.from_pretrained(
-        args.target, args.draft, dtype=args.dtype, chat_template=args.chat_template, local_files_only=True
+        args.target,
+        args.draft,
+        dtype=args.dtype,
+        chat_template=args.chat_template,
+        local_files_only=True,
+        prefix_cache_bytes=0,  # every method reads the prompt itself
     )
     rows = run(engine, args)
     if args.out:

@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--data", nargs="+", required=True, metavar="FILE[:N[:GROUP]]")
     parser.add_argument("--max-tokens", type=int, default=256)
     args = parser.parse_args()
-    engine = FLyEngine.from_pretrained(args.target, drafting="lookup", max_tokens=args.max_tokens)
+    engine = FLyEngine.from_pretrained(args.target, drafting="lookup", max_tokens=args.max_tokens, prefix_cache_bytes=0)
     for spec in args.data:
         group, rows = read_rows(spec)
         sums = {name: {"rows": 0, "tokens": 0, "rounds": 0, "relaxed": 0, "limit": 0, "right": 0} for name in SETTINGS}

@@ -152,7 +152,8 @@ def main(argv: Sequence[str] | None = None, console: Console | None = None) -> N
     console = console or Console()
 
     models = {"draft_model": args.draft_model, "dtype": args.dtype or ("auto" if args.model else "float32")}
-    llm = ChatFLy(model=args.model, max_tokens=args.max_tokens, stop=["\n\n"], **models)
+    # no caches are kept between answers: each method computes all of its own
+    llm = ChatFLy(model=args.model, max_tokens=args.max_tokens, stop=["\n\n"], prefix_cache_bytes=0, **models)
     questions = args.question or QUESTIONS
     prompts = answer(llm, args.text.read_text(encoding="utf-8"), questions, console)
 

@@ -192,7 +192,8 @@ def overrides(**knobs: Any) -> Iterator[None]:
     For query engines and agents, which pass no settings on. They go over the settings of an engine, a `ChatFLy` or an
     `FLyLLM`, and under those given to a single call; an inner block goes over an outer one. They are kept in a context
     variable: tasks, and threads that take their parent's context along (`asyncio.to_thread`, LangChain's and
-    LlamaIndex's own pools) see them, and no other task does. A bare `threading.Thread` starts with an empty context:
+    LlamaIndex's own pools) see them, and no other task does. Read streams inside the block: many ask the model only
+    when they are read. A bare `threading.Thread` starts with an empty context:
     start it with `contextvars.copy_context().run`.
 
     Args:

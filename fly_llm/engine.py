@@ -36,6 +36,7 @@ class FLyEngine:
     def __init__(self, target: ModelSpec, draft: ModelSpec | None, *, fly: FLyConfig, sampling: SamplingConfig) -> None:
         self._specs = (target, draft)
         self._handle = Handle(target, draft)
+        self._facts: Facts | None = None
         self.fly = fly
         self.sampling = sampling
 
@@ -158,6 +159,13 @@ class FLyEngine:
         with pair.lock:
             return len(encode(pair.tokenizer, pair.target.vocab_size, _checked(prompt), template_options))
 
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text as it would be in a message, from any thread. Loads the models if they are not loaded."""
+        pair = self._handle.models.pair()
+        with pair.lock:
+            ids: list[int] = pair.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+            return ids
+
     def load(self) -> FLyEngine:
         """Load the weights now instead of at the first request. Raises `ModelLoadError`."""
         self._handle.models.pair()
@@ -177,7 +185,9 @@ class FLyEngine:
         models = self._handle.models
         if models.is_loaded:
             return of_pair(models.pair().target)
-        return glance(self._specs[0]) if at_hand else look(self._specs[0])
+        if self._facts is None:
+            self._facts = glance(self._specs[0]) if at_hand else look(self._specs[0])
+        return self._facts
 
     @property
     def tokenizer(self) -> Any:

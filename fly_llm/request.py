@@ -118,7 +118,9 @@ class _Pasts:
         """Keep a cache of the first tokens of `ids`."""
         past = cache.detach() if cache and self._limit and cache.length <= len(ids) else None
         if past is not None:
-            self._store.put((role, self._rollback), ids[: past.length], past, limit=self._limit)
+            self._store.put(
+                (role, self._rollback), ids[: past.length], past, prompt_length=len(self._prompt), limit=self._limit
+            )
 
     def close(self) -> None:
         """Keep nothing from now on."""

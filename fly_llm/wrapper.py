@@ -6,7 +6,7 @@ they bring pydantic.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,6 +35,8 @@ LOADING = (
     "local_files_only",
 )
 """Fields that say how models are loaded, besides which."""
+_FIELDS = {"tokenizer": "tokenizer_given"}
+"""Fields whose name is not that of the setting."""
 TOLERATED = ("timeout", "max_retries", "api_key", "base_url")
 """Settings of remote models that generic code passes to any model; a local one has no use for them."""
 _FLY, _SAMPLING = FLyConfig(), SamplingConfig()
@@ -47,7 +49,7 @@ class EngineFields(BaseModel):
     models in the process, and freed with the last of them.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
+    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), populate_by_name=True)
 
     model: Any = None
     """Hub name, local folder, GGUF file or loaded `PreTrainedModel`; None is the bundled default."""
@@ -94,8 +96,8 @@ class EngineFields(BaseModel):
     ignore_eos: bool = _SAMPLING.ignore_eos
     """Go on after an end-of-sequence token."""
 
-    tokenizer: Any = None
-    """A tokenizer, or its name; needed for a loaded model."""
+    tokenizer_given: Any = Field(default=None, alias="tokenizer")
+    """A tokenizer, or its name; needed for a loaded model. Given as `tokenizer=`; the property of that name encodes."""
     draft_tokenizer: Any = None
     """The same for the draft model."""
     chat_template: str | Path | None = None
@@ -153,13 +155,22 @@ class EngineFields(BaseModel):
         Raises:
             ConfigError: an unknown name or a value out of range.
         """
-        options = _without_synonyms(options)
+        options = {_FIELDS.get(name, name): value for name, value in _without_synonyms(options).items()}
         check_names(options, type(self).model_fields)
         changed = self.model_copy(update=options)
         changed._engine, changed._engine_fields = None, ()
         resolve(_FLY, _SAMPLING, changed._knobs())
         changed._get_engine()
         return changed
+
+    @property
+    def tokenizer(self) -> Callable[[str], list[int]]:
+        """Text to token ids by the target's tokenizer, for whatever counts tokens; loads the models when called."""
+        return self.encode
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text as it would be in a message. Loads the models if they are not loaded."""
+        return self._get_engine().encode(text)
 
     def close(self) -> None:
         """Release the weights, unless another instance still uses them. The next call would load them again."""
@@ -181,7 +192,10 @@ class EngineFields(BaseModel):
         return {name: getattr(self, name) for name in KNOBS}
 
     def _loading_fields(self) -> tuple[Any, ...]:
-        return (self.model, self.draft_model, *(getattr(self, name) for name in LOADING))
+        return (self.model, self.draft_model, *self._loading().values())
+
+    def _loading(self) -> dict[str, Any]:
+        return {name: getattr(self, _FIELDS.get(name, name)) for name in LOADING}
 
     def _get_engine(self) -> FLyEngine:
         """The engine for the current field values; loads nothing."""
@@ -218,7 +232,7 @@ class EngineFields(BaseModel):
         """Everything that changes the output, JSON-able; for cache keys and traces."""
         knobs = {**self._knobs(), **overridden()}
         del knobs["prefix_cache_bytes"]
-        loading = {name: getattr(self, name) for name in LOADING if name != "token"}
+        loading = {name: value for name, value in self._loading().items() if name != "token"}
         names = {"model": self.model, "draft_model": self.draft_model}
         return {name: _stable(value) for name, value in {**names, **knobs, **loading}.items()}
 

@@ -11,14 +11,13 @@ if TYPE_CHECKING:
 
 _WORTH_IT = 16
 """Shared tokens below which a cache is not gone on from: computing them is as quick."""
-_TAIL = 64
-"""Tokens past the shared ones up to which a cache is taken over, its tail dropped, rather than copied."""
 
 
 @dataclass
 class _Entry:
     kind: Hashable
     ids: tuple[int, ...]
+    prompt_length: int
     past: Past
     nbytes: int
 
@@ -40,7 +39,8 @@ class PrefixStore:
     def take(self, kind: Hashable, ids: Sequence[int]) -> tuple[Past, int] | None:
         """The cache that holds most of the first tokens of `ids`, its last one excepted, which stays pending.
 
-        A cache of little more than these tokens is handed over; one of another, longer text stays, and is copied.
+        One whose whole prompt is shared is handed over: it is the same conversation, one turn on or tried again. One
+        that shares less (a system prompt) stays for its own next turn, and what is shared of it is copied.
 
         Returns:
             The cache, and the length to truncate it to; None if no cache helps.
@@ -54,16 +54,24 @@ class PrefixStore:
         if best is None:
             return None
         self._entries.remove(best)
-        if len(best.ids) - shared <= _TAIL:
+        if shared >= best.prompt_length - 1:
             return best.past, shared
         self._entries.append(best)
         return best.past.copy(shared), shared
 
-    def put(self, kind: Hashable, ids: Sequence[int], past: Past, *, limit: int) -> None:
-        """Keep a cache that holds `ids`, instead of those it goes on from, and drop the oldest above `limit` bytes."""
+    def put(self, kind: Hashable, ids: Sequence[int], past: Past, *, prompt_length: int, limit: int) -> None:
+        """Keep a cache of `ids`, instead of those it goes on from, and drop the oldest above `limit` bytes.
+
+        Args:
+            kind: what it is a cache of; only requests of the same kind get it.
+            ids: the tokens it holds: a prompt, or part of one, and what followed.
+            past: the cache.
+            prompt_length: length of the prompt.
+            limit: most bytes to keep in all.
+        """
         ids = tuple(ids)
         self._entries = [entry for entry in self._entries if entry.kind != kind or ids[: len(entry.ids)] != entry.ids]
-        self._entries.append(_Entry(kind, ids, past, past.nbytes))
+        self._entries.append(_Entry(kind, ids, prompt_length, past, past.nbytes))
         while self._entries and self.nbytes > limit:
             del self._entries[0]
 

@@ -81,9 +81,7 @@ class ChatFLy(EngineFields, BaseChatModel):
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of a text as it would be in a message, by the target's tokenizer."""
-        tokenizer = self._get_engine().tokenizer
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        return ids
+        return self.encode(text)
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Tokens of the rendered prompt, counted with the real chat template."""

@@ -41,9 +41,8 @@ class FLyLLM(EngineFields, BaseLLM):
         return ls_params(self, "llm", stop, kwargs)
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of a text as a prompt, by the target's tokenizer."""
-        ids: list[int] = self._get_engine().tokenizer.encode(text)
-        return ids
+        """Token ids of a text, by the target's tokenizer."""
+        return self.encode(text)
 
     def _generate(
         self,

@@ -133,13 +133,13 @@ def test_the_least_recently_used_goes_first(kind):
     pasts = PrefixStore()
     prompts = random_prompts(3, 40)
     for prompt in prompts[:2]:
-        pasts.put("target", prompt, past(target, prompt), limit=10**9)
+        pasts.put("target", prompt, past(target, prompt), prompt_length=40, limit=10**9)
     size = pasts.nbytes // 2
     assert pasts.take("target", [*prompts[0], 5])[1] == 40  # handed over, and put back: now the newer one
-    pasts.put("target", prompts[0], past(target, prompts[0]), limit=10**9)
-    pasts.put("target", prompts[2], past(target, prompts[2]), limit=2 * size)
+    pasts.put("target", prompts[0], past(target, prompts[0]), prompt_length=40, limit=10**9)
+    pasts.put("target", prompts[2], past(target, prompts[2]), prompt_length=40, limit=2 * size)
     assert [entry.ids for entry in pasts._entries] == [tuple(prompts[0]), tuple(prompts[2])]
-    pasts.put("target", prompts[1], past(target, prompts[1]), limit=size - 1)
+    pasts.put("target", prompts[1], past(target, prompts[1]), prompt_length=40, limit=size - 1)
     assert len(pasts) == 0
 
 
@@ -168,7 +168,7 @@ def test_caches_of_the_two_models_and_of_plain_decoding_are_not_mixed_up():
     target = tiny_llama()
     pasts = PrefixStore()
     ids = random_prompts(1, 40)[0]
-    pasts.put(("target", True), ids, past(target, ids), limit=10**9)
+    pasts.put(("target", True), ids, past(target, ids), prompt_length=40, limit=10**9)
     assert pasts.take(("draft", True), [*ids, 1]) is None
     assert pasts.take(("target", False), [*ids, 1]) is None
     assert pasts.take(("target", True), ids[:10]) is None  # too little to be worth it
