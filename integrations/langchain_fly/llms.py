@@ -10,6 +10,7 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackMana
 from langchain_core.language_models import BaseLLM, LangSmithParams
 from langchain_core.outputs import Generation, LLMResult
 
+from fly_llm.config import KNOBS, overrides
 from fly_llm.types import Event, Round
 from fly_llm.wrapper import EngineFields
 from langchain_fly.callbacks import FLyTextChunk, atell_rounds, awith_rounds, tell_rounds, with_rounds
@@ -43,6 +44,23 @@ class FLyLLM(EngineFields, BaseLLM):
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of a text, by the target's tokenizer."""
         return self.encode(text)
+
+    def generate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
+        """As in LangChain, whose cache forgets that settings of a call change the answer; here it does not."""
+        with overrides(**self._given(kwargs)):
+            return super().generate(prompts, *args, **kwargs)
+
+    async def agenerate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
+        """See `generate`."""
+        with overrides(**self._given(kwargs)):
+            return await super().agenerate(prompts, *args, **kwargs)
+
+    def _given(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings among the arguments of a call, which become part of the cache key as overrides."""
+        given = {name: value for name, value in kwargs.items() if name in (*KNOBS, "max_new_tokens")}
+        with core_errors():
+            call = self._call(given)
+        return {name: call[name] for name in (name.replace("max_new_", "max_") for name in given)}
 
     def _generate(
         self,
