@@ -56,9 +56,7 @@ def main(
     model: str | None = None, turns: Sequence[str] = TURNS, *, max_tokens: int = 40, most_tokens: int = 1000
 ) -> dict[str, list[BaseMessage]]:
     # The bundled model is computed in float32, the fastest on most CPUs; for others, the checkpoint decides.
-    # Without a draft model, drafts are copied from the conversation, earlier answers included. A small model that may
-    # relax such copies is soon talked into giving its last answer again.
-    llm = ChatFLy(model=model, dtype="auto" if model else "float32", max_tokens=max_tokens, relax_lookup=False)
+    llm = ChatFLy(model=model, dtype="auto" if model else "float32", max_tokens=max_tokens)
     conversation = make_conversation(llm, most_tokens)
     for turn in turns:
         say(conversation, turn, "monday")

@@ -35,7 +35,11 @@ OPEN_ENDED = "Write a paragraph about a lighthouse keeper who meets a whale."
 PROMPT = ChatPromptTemplate.from_template(
     "Text:\n{context}\n\nQuestion: {question}\nAnswer with sentences of the text."
 )
-MODES: dict[str, dict[str, Any]] = {"plain": {"num_speculative_tokens": 0}, "strict": {"lossless": True}, "FLy": {}}
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {"num_speculative_tokens": 0},
+    "strict": {"lossless": True},
+    "FLy": {"relax_lookup": True},  # the bundled model has no draft model: only copies can be relaxed
+}
 
 Answers = dict[str, AIMessage]
 """The answers to one prompt, by mode."""

@@ -19,6 +19,7 @@ from fly_llm.errors import ConfigError
 
 Entropy = Literal["top3", "normalized"]
 Drafting = Literal["auto", "lookup", "model", "nested"]
+ZONES = ("tool", "json", "grammar", "code", "reasoning")
 DEFAULT_MAX_TOKENS = 1024
 """What an unset `max_tokens` means, where the context has room for it."""
 
@@ -39,10 +40,13 @@ class FLyConfig:
             means about 3.6 nats, which few positions reach.
         lossless: turn relaxation off. The output is what the target alone would have written.
         strict_prefix: the first n generated tokens are never relaxed.
+        strict_zones: parts of an answer in which nothing is relaxed: "tool" (tool calls), "json" (a json fence, or JSON
+            as the answer), "grammar" (an answer under a grammar), "code" (other fenced blocks), "reasoning".
         drafting: "lookup" copies from the context, "model" asks the draft model, "nested" lets lookup draft for the
             draft model; "auto" is nested where there is a draft model, else lookup.
         relax_lookup: whether tokens that prompt lookup sends straight to the target may be relaxed. They are copies
-            of the context, so a relaxed one can be a wrong name or number.
+            of the context, so a relaxed one can be a wrong name or number, or the start of an earlier answer, which
+            then goes on word by word. Off unless asked for; without a draft model, FLy then is lossless.
         prefix_cache_bytes: most bytes of key/value caches of finished requests, of both models together, that are kept
             for later prompts which begin alike (a conversation's next turn). 0 keeps and uses none.
     """
@@ -53,8 +57,9 @@ class FLyConfig:
     entropy: Entropy = "top3"
     lossless: bool = False
     strict_prefix: int = 0
+    strict_zones: tuple[str, ...] = ("tool", "json", "grammar")
     drafting: Drafting = "auto"
-    relax_lookup: bool = True
+    relax_lookup: bool = False
     prefix_cache_bytes: int = 2**29
 
     def __post_init__(self) -> None:
@@ -66,6 +71,10 @@ class FLyConfig:
             raise ConfigError(f"entropy must be 'top3' or 'normalized', got {self.entropy!r}")
         if self.drafting not in ("auto", "lookup", "model", "nested"):
             raise ConfigError(f"drafting must be 'auto', 'lookup', 'model' or 'nested', got {self.drafting!r}")
+        zones = (self.strict_zones,) if isinstance(self.strict_zones, str) else tuple(self.strict_zones or ())
+        if wrong := [zone for zone in zones if zone not in ZONES]:
+            raise ConfigError(f"strict_zones must be some of {', '.join(map(repr, ZONES))}, got {wrong[0]!r}")
+        object.__setattr__(self, "strict_zones", zones)
         _boolean("lossless", self.lossless)
         _boolean("relax_lookup", self.relax_lookup)
         if self.window is not None:
@@ -194,7 +203,8 @@ def overrides(**knobs: Any) -> Iterator[None]:
     variable: tasks, and threads that take their parent's context along (`asyncio.to_thread`, LangChain's and
     LlamaIndex's own pools) see them, and no other task does. Read streams inside the block: many ask the model only
     when they are read. A bare `threading.Thread` starts with an empty context:
-    start it with `contextvars.copy_context().run`.
+    start it with `contextvars.copy_context().run`. A block inside a generator holds in its consumer as well, while the
+    generator waits there.
 
     Args:
         **knobs: any field of `FLyConfig` and `SamplingConfig`.
@@ -202,13 +212,25 @@ def overrides(**knobs: Any) -> Iterator[None]:
     Raises:
         ConfigError: an unknown name or a value out of range.
     """
+    knobs = without_synonyms(knobs)
     roomy = FLyConfig(num_speculative_tokens=2**31)  # whether the window fits into K is for each request to say
     resolve(roomy, SamplingConfig(), knobs)
     token = _overrides.set({**_overrides.get(), **knobs})
     try:
         yield
     finally:
-        _overrides.reset(token)
+        with contextlib.suppress(ValueError):  # a generator that is closed in another context, where nothing was set
+            _overrides.reset(token)
+
+
+def without_synonyms(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings under the names of this project."""
+    values = dict(values)
+    if "max_new_tokens" in values:
+        if values.get("max_tokens") is not None:
+            raise ConfigError("max_new_tokens is a synonym of max_tokens: give one of them")
+        values["max_tokens"] = values.pop("max_new_tokens")
+    return values
 
 
 def overridden() -> Mapping[str, Any]:

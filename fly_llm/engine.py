@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fly_llm.config import KNOBS, FLyConfig, SamplingConfig, check_names, overridden, resolve
 from fly_llm.errors import ConfigError, FLyError, PromptError
-from fly_llm.models.registry import Handle, ModelSpec
+from fly_llm.models.registry import Handle, ModelSpec, SharedModels
 from fly_llm.stream import EventStream, Request, result_async, stream_async
 from fly_llm.types import Event, Result
 
@@ -22,6 +22,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """A text to complete as it stands, token ids, or chat messages (which go through the chat template)."""
 
 TEMPLATE_OPTIONS = ("tools", "documents", "chat_template_kwargs")
+STRUCTURE_OPTIONS = ("tool_choice", "parallel_tool_calls", "response_format")
+REQUEST_OPTIONS = (*TEMPLATE_OPTIONS, *STRUCTURE_OPTIONS)
 
 
 class FLyEngine:
@@ -123,8 +125,11 @@ class FLyEngine:
 
         Args:
             prompt: text to complete, token ids, or chat messages.
-            **overrides: any field of `FLyConfig` and `SamplingConfig`, for this call; with messages also `tools`,
-                `documents` and `chat_template_kwargs`.
+            **overrides: any field of `FLyConfig` and `SamplingConfig`, for this call. `response_format`, the form the
+                answer must have, in OpenAI's form: `{"type": "json_schema", "json_schema": {"schema": ...}}`,
+                `{"type": "json_object"}`, or `"regex"`, `"choice"` or `"grammar"` (Lark). With messages also `tools`
+                (in OpenAI's form), `tool_choice` ("auto", "none", "required" or a name), `parallel_tool_calls` (whether
+                a forced answer may hold several), `documents` and `chat_template_kwargs`.
 
         Raises:
             ConfigError: an unknown name (the nearest is suggested) or a value out of range.
@@ -163,7 +168,9 @@ class FLyEngine:
         """Token ids of a text as it would be in a message, from any thread. Loads the models if they are not loaded."""
         pair = self._handle.models.pair()
         with pair.lock:
-            ids: list[int] = pair.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+            ids: list[int] = pair.tokenizer.encode(
+                text, add_special_tokens=False, split_special_tokens=True, verbose=False
+            )
             return ids
 
     def load(self) -> FLyEngine:
@@ -224,12 +231,18 @@ class FLyEngine:
 
     def _starter(self, prompt: Prompt, overrides: Mapping[str, Any]) -> Callable[[Request], None]:
         """Check what can be checked without the models. Returns what queues the request for the worker thread."""
-        check_names(overrides, (*KNOBS, *TEMPLATE_OPTIONS))
+        from fly_llm.text.tools import Structure
+
+        check_names(overrides, (*KNOBS, *REQUEST_OPTIONS))
+        structure = Structure.of(overrides)
         template = {name: overrides[name] for name in TEMPLATE_OPTIONS if name in overrides}
+        if "tools" in template:
+            template["tools"] = structure.visible_tools
         knobs = {**overridden(), **{name: overrides[name] for name in overrides if name in KNOBS}}
         fly, sampling = resolve(self.fly, self.sampling, knobs)
         checked = _checked(prompt)
-        if template and not (isinstance(checked, list) and isinstance(checked[0], Mapping)):
+        is_chat = isinstance(checked, list) and isinstance(checked[0], Mapping)
+        if template and not is_chat:
             raise ConfigError(f"{', '.join(template)}: only chat messages go through a template, not text or token ids")
         models = self._handle.models
 
@@ -240,13 +253,19 @@ class FLyEngine:
                 if not request.cancelled():
                     pair = models.pair()
                     ids = encode(pair.target.tokenizer, pair.target.vocab_size, checked, template)
-                    for event in run(pair, ids, fly, sampling, lambda: request.cancelled() or models.exiting):
+                    stopped = partial(_stopped, request, models)
+                    for event in run(pair, ids, fly, sampling, stopped, structure, is_chat=is_chat):
                         request.deliver(event)
                 request.deliver(None)
             except BaseException as error:
                 request.deliver(_detached(error))
 
         return lambda request: models.submit(partial(job, request))
+
+
+def _stopped(request: Request, models: SharedModels) -> bool:
+    """Whether nobody wants the rest, or the interpreter is going."""
+    return request.cancelled() or models.exiting
 
 
 def _detached(error: BaseException) -> BaseException:
@@ -256,7 +275,14 @@ def _detached(error: BaseException) -> BaseException:
     """
     if not isinstance(error, FLyError):
         error.add_note("Raised on the engine's thread:\n" + "".join(traceback.format_tb(error.__traceback__)))
-    return error.with_traceback(None)
+    links, seen = [error], set[int]()
+    while links:  # errors behind it have frames of their own
+        link = links.pop()
+        if id(link) not in seen:
+            seen.add(id(link))
+            link.__traceback__ = None
+            links.extend(behind for behind in (link.__cause__, link.__context__) if behind is not None)
+    return error
 
 
 def _checked(prompt: Any) -> str | list[Any]:

@@ -5,6 +5,8 @@ Every message says what happened, with the value, and what to do about it.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class FLyError(Exception):
     """Base of every error fly-llm raises on purpose."""
@@ -34,6 +36,9 @@ class ContextOverflowError(PromptError):
         )
         self.prompt_tokens = prompt_tokens
         self.context_window = context_window
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.prompt_tokens, self.context_window)
 
 
 class ModelLoadError(FLyError):

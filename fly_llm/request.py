@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from fly_llm.answer import Answer, transcript_of
 from fly_llm.config import DEFAULT_MAX_TOKENS, FLyConfig, SamplingConfig
 from fly_llm.decoding.decode import decode
 from fly_llm.decoding.sampling import Sampler
 from fly_llm.decoding.verify import Rule
 from fly_llm.drafters.base import Drafter, DraftRequest
+from fly_llm.drafters.guided import GuidedDrafter
 from fly_llm.drafters.lookup import LookupDrafter
 from fly_llm.drafters.model import ModelDrafter
 from fly_llm.errors import ConfigError, ContextOverflowError, PromptError
-from fly_llm.models.cached_model import CachedModel
+from fly_llm.models.cached_model import CachedModel, fingerprint
 from fly_llm.models.registry import Pair
 from fly_llm.text.chat import encode_text, render_chat
+from fly_llm.text.constrain import Constraint
+from fly_llm.text.families import family_of
+from fly_llm.text.messages import normalise
+from fly_llm.text.tools import FREE, Structure, explained
 from fly_llm.text.transcript import Transcript
-from fly_llm.types import Event, FinishReason, Relaxation, Result, Round, Stats, Usage
+from fly_llm.types import Event
 
 
 def encode(tokenizer: Any, vocab_size: int, prompt: str | list[Any], template: Mapping[str, Any]) -> list[int]:
     """Token ids of a prompt: a text, token ids, or chat messages (which `template` options go with).
+
+    A chat template that has no place for tools is told of them in a system message, and of calls and results as text.
 
     Raises:
         PromptError: it cannot be rendered, or holds an id the target does not have.
@@ -32,6 +41,8 @@ def encode(tokenizer: Any, vocab_size: int, prompt: str | list[Any], template: M
         return encode_text(tokenizer, prompt)
     if isinstance(prompt[0], Mapping):
         options = {name: value for name, value in template.items() if name != "chat_template_kwargs"}
+        if not family_of(tokenizer).renders_tools:
+            prompt = explained(normalise(prompt), options.pop("tools", None) or ())
         return render_chat(tokenizer, prompt, template_kwargs=template.get("chat_template_kwargs"), **options)
     for token in prompt:
         if not 0 <= token < vocab_size:
@@ -40,9 +51,25 @@ def encode(tokenizer: Any, vocab_size: int, prompt: str | list[Any], template: M
 
 
 def run(
-    pair: Pair, prompt: list[int], fly: FLyConfig, sampling: SamplingConfig, cancelled: Callable[[], bool]
+    pair: Pair,
+    prompt: list[int],
+    fly: FLyConfig,
+    sampling: SamplingConfig,
+    cancelled: Callable[[], bool],
+    structure: Structure = FREE,
+    *,
+    is_chat: bool = False,
 ) -> Iterator[Event]:
     """Run one request to its end, or until `cancelled` says so.
+
+    Args:
+        pair: the loaded models; this runs on their thread.
+        prompt: token ids.
+        fly: what may be relaxed, and how much is drafted.
+        sampling: how tokens are chosen, and when the answer ends.
+        cancelled: read before every forward.
+        structure: tools, and the form the answer must have.
+        is_chat: the prompt is a chat, whose answer may hold reasoning and tool calls.
 
     Yields:
         An event per round, then one that carries the result; nothing more once cancelled.
@@ -58,16 +85,21 @@ def run(
     drafting = _drafting(pair, fly)
     cache = CachedModel(target.model, max_length=target.context_window, rollback=fly.num_speculative_tokens > 0)
     _check_bias(sampling, cache.vocab_size)
-    drafter, draft_cache = _drafter(pair, drafting, cache.vocab_size) if fly.num_speculative_tokens else (None, None)
     settings = _settings(pair, fly, sampling, drafting=drafting, max_tokens=max_tokens, seed=seed)
-    answer = _Answer(target.tokenizer, Transcript(target.tokenizer, sampling.stop, fly.strict_prefix), settings)
+    transcript, constraint = transcript_of(pair, prompt, fly, sampling, structure, is_chat=is_chat)
+    draft = _draft_model(pair, drafting, cache.vocab_size) if fly.num_speculative_tokens else None
+    drafter: Drafter | None = (draft or LookupDrafter()) if fly.num_speculative_tokens else None
+    if constraint is not None and drafter is not None:
+        drafter = GuidedDrafter(drafter, constraint)
+    answer = Answer(target.tokenizer, transcript, settings)
     pasts = _Pasts(pair, prompt, fly)
     try:
         pasts.resume("target", cache)
         if drafter is not None:
             draft_seed = random.Random(f"draft {seed}").getrandbits(62)
-            cached = pasts.resume("draft", draft_cache)
-            drafter.start(DraftRequest(sampling, draft_seed, eos_ids, cancelled, cached))
+            cached = pasts.resume("draft", draft.model) if draft is not None else ()
+            mask = constraint.mask if constraint is not None else None
+            drafter.start(DraftRequest(sampling, draft_seed, eos_ids, cancelled, cached, mask))
         for round_ in decode(
             cache,
             drafter,
@@ -80,23 +112,34 @@ def run(
             ),
             eos_ids=eos_ids,
             stats=answer.stats,
-            cut=answer.transcript.cut,
-            exact=answer.transcript.exact,
+            cut=partial(_commit, transcript, constraint),
+            exact=transcript.exact,
+            mask_logits=partial(constraint.mask, ()) if constraint is not None else None,
             cancelled=cancelled,
         ):
             yield answer.add(round_)
             if round_.finish_reason is not None:
                 yield answer.finish(round_.finish_reason)
-    except Exception:
+    except GeneratorExit:
+        raise
+    except BaseException:
         pasts.close()  # a forward that failed may have left half of itself in a cache
         raise
     finally:
         pasts.keep("target", cache, [*prompt, *answer.token_ids])
-        if isinstance(drafter, ModelDrafter):
-            pasts.keep("draft", draft_cache, drafter.cached)
+        if draft is not None:
+            pasts.keep("draft", draft.model, draft.cached)
         cache.reset()
         if drafter is not None:
             drafter.close()
+
+
+def _commit(transcript: Transcript, constraint: Constraint | None, tokens: Sequence[int]) -> int | None:
+    """Tell the transcript and the grammar of a round. Returns where the answer ends in it, if it does."""
+    keep = transcript.cut(tokens)
+    if constraint is not None:
+        constraint.commit(tokens if keep is None else tokens[:keep])
+    return keep
 
 
 class _Pasts:
@@ -105,76 +148,35 @@ class _Pasts:
     def __init__(self, pair: Pair, prompt: list[int], fly: FLyConfig) -> None:
         self._store, self._prompt, self._limit = pair.prefixes, prompt, fly.prefix_cache_bytes
         self._rollback = fly.num_speculative_tokens > 0
+        self._store.check(
+            tuple(fingerprint(loaded.model) for loaded in (pair.target, pair.draft) if loaded is not None)
+        )
 
-    def resume(self, role: str, cache: CachedModel | None) -> Sequence[int]:
+    def resume(self, role: str, cache: CachedModel) -> Sequence[int]:
         """Fill an empty cache with what it can have of the prompt but its last token. Returns the tokens it holds."""
-        found = self._store.take((role, self._rollback), self._prompt) if cache and self._limit else None
-        if cache is None or found is None:
+        kind = self._kind(role, cache, len(self._prompt) - 1)
+        found = self._store.take(kind, self._prompt) if self._limit else None
+        if found is None:
             return ()
         cache.attach(*found)
         return self._prompt[: cache.length]
 
-    def keep(self, role: str, cache: CachedModel | None, ids: Sequence[int]) -> None:
+    def keep(self, role: str, cache: CachedModel, ids: Sequence[int]) -> None:
         """Keep a cache of the first tokens of `ids`."""
-        past = cache.detach() if cache and self._limit and cache.length <= len(ids) else None
+        past = cache.detach() if self._limit and cache.length <= len(ids) else None
         if past is not None:
-            self._store.put(
-                (role, self._rollback), ids[: past.length], past, prompt_length=len(self._prompt), limit=self._limit
-            )
+            kind = self._kind(role, cache, past.length)
+            self._store.put(kind, ids[: past.length], past, prompt_length=len(self._prompt), limit=self._limit)
+        elif self._limit:
+            self._store.trim(self._limit)
+
+    def _kind(self, role: str, cache: CachedModel, length: int) -> Hashable:
+        """Caches are gone on from only by requests of the same kind."""
+        return role, self._rollback, cache.switch is not None and length > cache.switch
 
     def close(self) -> None:
         """Keep nothing from now on."""
         self._limit = 0
-
-
-class _Answer:
-    """What has been committed so far in one request."""
-
-    def __init__(self, tokenizer: Any, transcript: Transcript, settings: dict[str, Any]) -> None:
-        self.transcript = transcript
-        self.stats = Stats()
-        self._tokenizer = tokenizer
-        self._settings = settings
-        self._ids: list[int] = []
-        self._relaxed: list[tuple[int, int]] = []  # position, the target's own token
-        self._texts: list[str] = []
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """The tokens committed so far."""
-        return self._ids
-
-    def add(self, round_: Round) -> Event:
-        """Take a round, whose tokens the transcript has seen already."""
-        positions = [len(self._ids) + i for i in round_.relaxed]
-        self.transcript.mark(positions)
-        self._relaxed.extend(zip(positions, round_.overruled, strict=True))
-        self._ids.extend(round_.token_ids)
-        text, spans = self.transcript.take()
-        self._texts.append(text)
-        return Event(text, round_.token_ids, round_.relaxed, spans, round_)
-
-    def finish(self, reason: FinishReason) -> Event:
-        """Release what is held, and sum up."""
-        self.transcript.finish()
-        text, spans = self.transcript.take()
-        self._texts.append(text)
-        whole = "".join(self._texts)
-        result = Result(
-            text=whole,
-            token_ids=tuple(self._ids),
-            finish_reason=reason,
-            usage=Usage(self.stats.num_prompt_tokens, len(self._ids), self.stats.num_cached_tokens),
-            stats=self.stats,
-            relaxations=tuple(self._relaxation(whole, position, own) for position, own in self._relaxed),
-            settings=self._settings,
-        )
-        return Event(text, relaxed_spans=spans, result=result)
-
-    def _relaxation(self, text: str, position: int, own: int) -> Relaxation:
-        start, end = self.transcript.span(position)
-        own_text = self._tokenizer.decode([own])
-        return Relaxation(position, self._ids[position], own, start, end, text[start:end], own_text)
 
 
 def _drafting(pair: Pair, fly: FLyConfig) -> str:
@@ -183,18 +185,18 @@ def _drafting(pair: Pair, fly: FLyConfig) -> str:
         return "nested" if pair.draft else "lookup"
     if fly.drafting != "lookup" and pair.draft is None:
         raise ConfigError(
-            f"drafting={fly.drafting!r} needs a draft model and this engine has none: give one (draft=), or use "
+            f"drafting={fly.drafting!r} needs a draft model and there is none: give one (draft=, draft_model=), or use "
             "drafting='lookup'"
         )
     return fly.drafting
 
 
-def _drafter(pair: Pair, drafting: str, vocab_size: int) -> tuple[Drafter, CachedModel | None]:
-    """A drafter, and the draft model's cache if it has one."""
+def _draft_model(pair: Pair, drafting: str, vocab_size: int) -> ModelDrafter[CachedModel] | None:
+    """The draft model, itself drafted for or not; None for prompt lookup alone."""
     if drafting == "lookup" or pair.draft is None:
-        return LookupDrafter(), None
+        return None
     draft = CachedModel(pair.draft.model, max_length=pair.draft.context_window, vocab_size=vocab_size)
-    return ModelDrafter(draft, LookupDrafter() if drafting == "nested" else None), draft
+    return ModelDrafter(draft, LookupDrafter() if drafting == "nested" else None)
 
 
 def _budget(prompt_tokens: int, context_window: int | None, max_tokens: int | None) -> int:
@@ -242,6 +244,7 @@ def _settings(
         "entropy": fly.entropy,
         "lossless": not fly.relaxes or (drafting == "lookup" and not fly.relax_lookup),
         "strict_prefix": fly.strict_prefix,
+        "strict_zones": list(fly.strict_zones),
         "drafting": drafting if fly.num_speculative_tokens else None,
         "relax_lookup": fly.relax_lookup,
         "prefix_cache_bytes": fly.prefix_cache_bytes,
@@ -250,7 +253,10 @@ def _settings(
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
-        "logit_bias": {str(token): bias for token, bias in (sampling.logit_bias or {}).items()} or None,
+        "logit_bias": {
+            str(token): bias if bias > float("-inf") else "-inf" for token, bias in (sampling.logit_bias or {}).items()
+        }
+        or None,
         "ignore_eos": sampling.ignore_eos,
         "max_tokens": max_tokens,
         "stop": list(sampling.stop),

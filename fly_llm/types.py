@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +25,9 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
+Zone = Literal["text", "reasoning", "code", "json", "tool", "grammar"]
+"""Where in an answer a token is."""
 Rejection = Literal["gate", "window", "protected"]
 Span = tuple[int, int]
 """First character, and one past the last."""
@@ -197,6 +200,36 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool call that is whole.
+
+    Attributes:
+        id: nine letters and digits, unique.
+        name: of the tool.
+        arguments: a JSON object, converted to the types of the tool's schema where that says more.
+    """
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class InvalidToolCall:
+    """What began as a tool call and is none: cut short, or malformed.
+
+    Attributes:
+        id: as of a call.
+        raw: its text, the marker that opened it included.
+        error: what is wrong with it.
+    """
+
+    id: str
+    raw: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class Relaxation:
     """One relaxed token: what FLy kept, and what the target would have written.
 
@@ -208,6 +241,7 @@ class Relaxation:
         end: one past the last; equal to `start` where it wrote none (a stop string took its text away).
         text: those characters.
         own_text: what the target's own token would have written.
+        zone: in which part of the answer it is.
     """
 
     position: int
@@ -217,6 +251,7 @@ class Relaxation:
     end: int
     text: str
     own_text: str
+    zone: Zone = "text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,11 +261,15 @@ class Result:
     Attributes:
         text: the answer, before the first stop string, special tokens left out.
         token_ids: every emitted token, the end-of-sequence token and the tokens of a stop string included.
-        finish_reason: "stop" (end-of-sequence or stop string) or "length" (`max_tokens` or the context was used up).
+        finish_reason: "stop" (end-of-sequence or stop string), "length" (`max_tokens` or the context was used up), or
+            "tool_calls" (the answer stopped, and calls tools).
         usage: token counts.
         stats: what drafting and verification did.
         relaxations: every relaxed token, in order.
         settings: the values in force for this request (θ, W, K, temperature, seed ...), JSON-able.
+        reasoning: what the model thought before it answered; not part of `text`.
+        tool_calls: whole calls, in order; not part of `text`.
+        invalid_tool_calls: what began as calls and are none.
     """
 
     text: str
@@ -240,6 +279,9 @@ class Result:
     stats: Stats
     relaxations: tuple[Relaxation, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    invalid_tool_calls: tuple[InvalidToolCall, ...] = ()
 
     @property
     def relaxed(self) -> tuple[int, ...]:
@@ -257,6 +299,7 @@ class Result:
             **self.settings,
             **self.stats.as_dict(),
             "relaxed_spans": [list(span) for span in self.relaxed_spans],
+            "relaxed_by_zone": dict(Counter(relaxation.zone for relaxation in self.relaxations)),
             "relaxations": [dataclasses.asdict(relaxation) for relaxation in self.relaxations],
         }
 
@@ -285,6 +328,9 @@ class Event:
         relaxed_spans: (start, end) character positions in this event's `text` of text written by relaxed tokens.
         round: the round behind this event, None on the last event.
         result: the finished answer, on the last event only.
+        reasoning: new text of the model's reasoning.
+        tool_calls: calls that were completed.
+        invalid_tool_calls: what began as calls and are none.
     """
 
     text: str
@@ -293,3 +339,6 @@ class Event:
     relaxed_spans: tuple[Span, ...] = ()
     round: Round | None = None
     result: Result | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    invalid_tool_calls: tuple[InvalidToolCall, ...] = ()

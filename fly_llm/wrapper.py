@@ -6,14 +6,18 @@ they bring pydantic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
-from fly_llm.config import KNOBS, FLyConfig, SamplingConfig, check_names, overridden, resolve
-from fly_llm.engine import TEMPLATE_OPTIONS, FLyEngine
+from fly_llm.config import KNOBS, FLyConfig, SamplingConfig, check_names, overridden, resolve, without_synonyms
+from fly_llm.engine import REQUEST_OPTIONS, FLyEngine
 from fly_llm.errors import ConfigError
 from fly_llm.models.sources import BUNDLED_NAME
 
@@ -42,6 +46,20 @@ TOLERATED = ("timeout", "max_retries", "api_key", "base_url")
 _FLY, _SAMPLING = FLyConfig(), SamplingConfig()
 
 
+_of_call: ContextVar[Mapping[str, Any]] = ContextVar("fly_llm_of_call", default={})  # noqa: B039, never changed
+_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def identified_by(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Make settings of a call part of `_identity`, for a framework whose cache leaves them out of its key."""
+    token = _of_call.set(settings)
+    try:
+        yield
+    finally:
+        _of_call.reset(token)
+
+
 class EngineFields(BaseModel):
     """The settings of a local model, and the engine behind them.
 
@@ -49,7 +67,9 @@ class EngineFields(BaseModel):
     models in the process, and freed with the last of them.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), populate_by_name=True)
+    model_config = ConfigDict(
+        arbitrary_types_allowed=True, protected_namespaces=(), populate_by_name=True, hide_input_in_errors=True
+    )
 
     model: Any = None
     """Hub name, local folder, GGUF file or loaded `PreTrainedModel`; None is the bundled default."""
@@ -68,6 +88,8 @@ class EngineFields(BaseModel):
     """Turn relaxation off: the output is the target's alone. (LangChain's `strict` is about schemas, not this.)"""
     strict_prefix: int = _FLY.strict_prefix
     """The first n generated tokens are never relaxed."""
+    strict_zones: list[str] | tuple[str, ...] | str = _FLY.strict_zones
+    """Parts of an answer in which nothing is relaxed: "tool", "json", "grammar", "code", "reasoning"."""
     drafting: str = _FLY.drafting
     """"lookup", "model" or "nested"; "auto" is nested where there is a draft model, else lookup."""
     relax_lookup: bool = _FLY.relax_lookup
@@ -134,7 +156,7 @@ class EngineFields(BaseModel):
         """Refuse misspelt settings, which pydantic would drop without a word; accept synonyms."""
         if not isinstance(values, dict):
             return values
-        values = _without_synonyms({name: value for name, value in values.items() if name not in TOLERATED})
+        values = without_synonyms({name: value for name, value in values.items() if name not in TOLERATED})
         aliases = {field.alias for field in cls.model_fields.values() if field.alias}
         check_names(values, {*cls.model_fields, *aliases})
         return values
@@ -142,12 +164,20 @@ class EngineFields(BaseModel):
     @model_validator(mode="after")
     def _hold_fly_engine(self) -> Self:
         """Check the settings now, and hold the weights (not loaded yet) for as long as this instance lives."""
-        resolve(_FLY, _SAMPLING, self._knobs())
-        self._get_engine()
+        self._settle()
         return self
+
+    def _settle(self) -> None:
+        """Check settings and hold the engine. A path means what it means now, wherever the process goes later."""
+        resolve(_FLY, _SAMPLING, self._knobs())
+        for name in ("model", "draft_model", "tokenizer_given", "draft_tokenizer", "chat_template"):
+            setattr(self, name, _absolute(getattr(self, name)))
+        self._get_engine()
 
     def with_options(self, **options: Any) -> Self:
         """A copy with other settings, for code that does not pass per-call settings on; it shares the weights.
+
+        What has been bound to a model with `bind` is not part of it: call this first, then `bind`.
 
         Args:
             **options: any field of this class.
@@ -155,12 +185,11 @@ class EngineFields(BaseModel):
         Raises:
             ConfigError: an unknown name or a value out of range.
         """
-        options = {_FIELDS.get(name, name): value for name, value in _without_synonyms(options).items()}
+        options = {_FIELDS.get(name, name): value for name, value in without_synonyms(options).items()}
         check_names(options, type(self).model_fields)
         changed = self.model_copy(update=options)
         changed._engine, changed._engine_fields = None, ()
-        resolve(_FLY, _SAMPLING, changed._knobs())
-        changed._get_engine()
+        changed._settle()
         return changed
 
     @property
@@ -224,14 +253,15 @@ class EngineFields(BaseModel):
                 f"{wrong[0]} cannot be changed in a call, which would load a model for it: use "
                 f"with_options({wrong[0]}=...), whose copy keeps what it has loaded, or another instance"
             )
-        given = _without_synonyms(given)
-        check_names(given, (*KNOBS, *TEMPLATE_OPTIONS))
+        given = without_synonyms(given)
+        check_names(given, (*KNOBS, *REQUEST_OPTIONS))
         return {**self._knobs(), **overridden(), **given}
 
     def _identity(self) -> dict[str, Any]:
         """Everything that changes the output, JSON-able; for cache keys and traces."""
-        knobs = {**self._knobs(), **overridden()}
+        knobs = {**self._knobs(), **overridden(), **_of_call.get()}
         del knobs["prefix_cache_bytes"]
+        knobs["default_stop"] = knobs.pop("stop")  # LangChain puts the stop strings of a call under the other name
         loading = {name: value for name, value in self._loading().items() if name != "token"}
         names = {"model": self.model, "draft_model": self.draft_model}
         return {name: _stable(value) for name, value in {**names, **knobs, **loading}.items()}
@@ -246,16 +276,6 @@ class EngineFields(BaseModel):
         return str(getattr(self.model, "name_or_path", "") or type(self.model).__name__)
 
 
-def _without_synonyms(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values under the names of this project."""
-    values = dict(values)
-    if "max_new_tokens" in values:
-        if values.get("max_tokens") is not None:
-            raise ConfigError("max_new_tokens is a synonym of max_tokens: give one of them")
-        values["max_tokens"] = values.pop("max_new_tokens")
-    return values
-
-
 def _stable(value: Any) -> Any:
     """A JSON-able stand-in that differs between different values; a live object is known by its identity."""
     if value is None or isinstance(value, (str, int, float, bool)):
@@ -266,4 +286,16 @@ def _stable(value: Any) -> Any:
         return {str(key): _stable(item) for key, item in value.items()}
     if isinstance(value, Path) or type(value).__module__ == "torch":
         return str(value)
-    return f"{type(value).__name__} at {id(value):#x}"
+    try:  # an address is used again once its object is gone
+        return _names.setdefault(value, f"{type(value).__name__} {uuid.uuid4().hex}")
+    except TypeError:
+        return f"{type(value).__name__} at {id(value):#x}"
+
+
+def _absolute(place: Any) -> Any:
+    """The absolute path of a file or folder that is there; anything else as it is."""
+    if isinstance(place, (str, Path)) and str(place) and not {"{", "\n"} & set(str(place)):
+        path = Path(place).expanduser()
+        if path.exists():
+            return str(path.absolute())
+    return place

@@ -19,8 +19,9 @@ BELOW = {
     "drafters": {"config", "types", "errors", "decoding"},
     "models": {"config", "types", "errors"},
     "text": {"config", "types", "errors"},
-    "request": {"config", "types", "errors", "decoding", "drafters", "models", "text"},
-    "engine": {"config", "types", "errors", "stream", "models", "request"},
+    "answer": {"config", "types", "errors", "models", "text"},
+    "request": {"config", "types", "errors", "decoding", "drafters", "models", "text", "answer"},
+    "engine": {"config", "types", "errors", "stream", "models", "request", "text"},
     "wrapper": {"config", "errors", "models", "engine"},
     "cli": {"config", "types", "errors", "stream", "models", "engine"},
 }

@@ -55,6 +55,7 @@ class ToyModel:
     def reset(self) -> None:
         self.ids: list[int] = []
         self.num_forwards = 0
+        self.switch = None
 
     @property
     def length(self) -> int:

@@ -28,11 +28,15 @@ def examine(target: str | None, draft: str | None, options: LoadOptions) -> dict
     """
     from fly_llm.models.bundled import default_target
     from fly_llm.models.loading import describe
+    from fly_llm.models.sources import BUNDLED_NAME
 
     source = default_target() if target is None else target
+    described = describe(source, options)
+    if target is None:
+        described["name"] = BUNDLED_NAME  # not the folder in which this machine keeps it
     if draft is None:
-        return {"target": describe(source, options), "draft": None, "compatible": None, "problem": None}
-    pair = {"target": describe(source, options), "draft": describe(draft, options)}
+        return {"target": described, "draft": None, "compatible": None, "problem": None}
+    pair = {"target": described, "draft": describe(draft, options)}
     problem = _problem(source, draft, options)
     return {**pair, "compatible": problem is None, "problem": problem}
 

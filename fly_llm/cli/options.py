@@ -88,6 +88,14 @@ class Options:
         _in_fly(metavar="KIND", help="auto, lookup (copy from the text so far), model, or nested (both)."),
     ] = _FLY.drafting
     strict_prefix: Annotated[int, _in_fly(help="Keep no mismatch among this many first tokens.")] = _FLY.strict_prefix
+    strict_zones: Annotated[
+        list[str] | None,
+        _in_fly(
+            metavar="ZONE",
+            help="Keep no mismatch in tool, json, grammar, code or reasoning; may be given several times.",
+            show_default="tool json grammar",
+        ),
+    ] = None
     relax_lookup: Annotated[bool, _in_fly(help="Whether mismatches in looked-up drafts may be kept as well.")] = (
         _FLY.relax_lookup
     )
@@ -128,6 +136,7 @@ class Options:
         """
         knobs = {name: value for name, value in vars(self).items() if name in KNOBS}
         knobs["stop"] = tuple(self.stop or ())
+        knobs["strict_zones"] = _FLY.strict_zones if self.strict_zones is None else tuple(self.strict_zones)
         resolve(_FLY, _SAMPLING, knobs)
         return knobs
 

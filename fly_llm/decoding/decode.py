@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 from fly_llm.decoding.host import host_copies
 from fly_llm.decoding.sampling import Sampler
-from fly_llm.decoding.verify import STRICT, Exact, MaskLogits, Rule, ScoringModel, verify
+from fly_llm.decoding.verify import STRICT, Exact, MaskLogits, Rule, ScoringModel, Verdict, verify
 from fly_llm.types import Draft, FinishReason, Round, Stats
 
 Cut = Callable[[Sequence[int]], int | None]
@@ -90,6 +91,7 @@ def decode(
     while finish is None and not cancelled():
         began = time.perf_counter()
         room = min(num_speculative_tokens, max_tokens - stats.num_output_tokens - 1)
+        room = min(room, _until_switch(target, len(committed)))
         draft = Draft()
         if drafter is not None and checked and room > 0:
             draft = _through_first(drafter.propose(committed, (), room), eos_ids)
@@ -97,7 +99,14 @@ def decode(
                 return
         drafted = time.perf_counter()
         verdict = verify(
-            target, committed[-1:], draft, (committed,), sampler, rule, exact=exact, mask_logits=mask_logits
+            target,
+            _pending(target, committed),
+            draft,
+            (committed,),
+            sampler,
+            rule,
+            exact=exact,
+            mask_logits=mask_logits,
         )
         if not checked:  # only a cache that has been used knows, and this one had a prompt of one token
             target.check_rollback()
@@ -106,24 +115,49 @@ def decode(
         committed.extend(tokens)
         target.truncate(len(committed) - 1)
         target.settle()
-        kept = [i for i in range(len(verdict.relaxed)) if verdict.relaxed[i] < len(tokens)]
-        round_ = Round(
-            token_ids=tokens,
-            relaxed=tuple(verdict.relaxed[i] for i in kept),
-            overruled=tuple(verdict.overruled[i] for i in kept),
-            num_draft_tokens=len(draft.ids),
-            num_accepted_tokens=min(len(tokens), len(verdict.token_ids) - 1),
-            rejection=verdict.rejection if len(tokens) == len(verdict.token_ids) else None,
-            finish_reason=finish,
-            draft_seconds=drafted - began,
-            verify_seconds=time.perf_counter() - drafted,
-        )
+        seconds = (drafted - began, time.perf_counter() - drafted)
+        round_ = _round(verdict, tokens, len(draft.ids), finish, seconds)
         stats.add(round_)
         stats.num_target_forwards = target.num_forwards
         stats.num_draft_forwards = drafter.num_forwards if drafter is not None else 0
         stats.num_host_copies = host_copies() - copies
         stats.decode_seconds += time.perf_counter() - began
         yield round_
+
+
+def _round(
+    verdict: Verdict,
+    tokens: tuple[int, ...],
+    num_draft_tokens: int,
+    finish: FinishReason | None,
+    seconds: tuple[float, float],
+) -> Round:
+    """What is said of a round: of its verdict, as far as its tokens were not cut."""
+    kept = [i for i, position in enumerate(verdict.relaxed) if position < len(tokens)]
+    return Round(
+        token_ids=tokens,
+        relaxed=tuple(verdict.relaxed[i] for i in kept),
+        overruled=tuple(verdict.overruled[i] for i in kept),
+        num_draft_tokens=num_draft_tokens,
+        num_accepted_tokens=min(len(tokens), len(verdict.token_ids) - 1),
+        rejection=verdict.rejection if len(tokens) == len(verdict.token_ids) else None,
+        finish_reason=finish,
+        draft_seconds=seconds[0],
+        verify_seconds=seconds[1],
+    )
+
+
+def _until_switch(target: ScoringModel, length: int) -> int:
+    """How many tokens may be drafted so that no round goes across the length at which positions change."""
+    return sys.maxsize if target.switch is None or length > target.switch else target.switch - length
+
+
+def _pending(target: ScoringModel, committed: Sequence[int]) -> Sequence[int]:
+    """The tokens the next forward takes besides the draft: the last one, or all of them where positions change."""
+    if target.switch is not None and target.length <= target.switch < len(committed):
+        target.reset()
+        return committed
+    return committed[-1:]
 
 
 def prefill(model: ScoringModel, tokens: Sequence[int], chunk: int, cancelled: Callable[[], bool]) -> bool:

@@ -39,6 +39,10 @@ class ScoringModel(Protocol):
     def resumes(self) -> bool:
         """Whether several tokens may follow cached ones; if not, a prompt is prefilled in one piece."""
 
+    @property
+    def switch(self) -> int | None:
+        """The length above which every position is encoded otherwise, so that the cache must be read again."""
+
     def reset(self) -> None:
         """Forget everything and release the cache's memory."""
 

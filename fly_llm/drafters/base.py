@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fly_llm.config import SamplingConfig
 from fly_llm.types import Draft
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,8 @@ class DraftRequest:
         eos_ids: drafting stops after any of these.
         cancelled: read before every forward.
         cached: the tokens that the draft model's cache holds already, from an earlier request.
+        mask: (tentative tokens, n draft ids, [n+1, vocab] logits) -> the logits with tokens at -inf that a grammar
+            forbids there.
     """
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -27,6 +32,7 @@ class DraftRequest:
     eos_ids: Collection[int] = frozenset()
     cancelled: Callable[[], bool] = lambda: False
     cached: Sequence[int] = ()
+    mask: Callable[[Sequence[int], Sequence[int], Tensor], Tensor] | None = None
 
 
 class Drafter(Protocol):

@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +21,10 @@ from fly_llm.types import Draft
 log = logging.getLogger("fly_llm")
 
 
-class ModelDrafter:
+Model = TypeVar("Model", bound=ScoringModel)
+
+
+class ModelDrafter(Generic[Model]):
     """Drafts with a small model.
 
     With an inner drafter (prompt lookup), the draft model verifies the inner proposals strictly and so drafts several
@@ -32,8 +36,8 @@ class ModelDrafter:
         prefill_chunk: tokens per prefill forward.
     """
 
-    def __init__(self, model: ScoringModel, inner: Drafter | None = None, *, prefill_chunk: int = 512) -> None:
-        self._model = model
+    def __init__(self, model: Model, inner: Drafter | None = None, *, prefill_chunk: int = 512) -> None:
+        self.model = model
         self._inner = inner
         self._chunk = prefill_chunk
         self._cached: list[int] = []  # the tokens the draft model's cache holds
@@ -43,7 +47,7 @@ class ModelDrafter:
     @property
     def num_forwards(self) -> int:
         """Draft model forwards in this request so far."""
-        return self._model.num_forwards - self._earlier_forwards
+        return self.model.num_forwards - self._earlier_forwards
 
     @property
     def cached(self) -> Sequence[int]:
@@ -58,11 +62,11 @@ class ModelDrafter:
 
     def _begin(self, request: DraftRequest) -> None:
         self._request = request
-        self._sampler = Sampler(request.sampling, request.seed, self._model.vocab_size)
+        self._sampler = Sampler(request.sampling, request.seed, self.model.vocab_size)
         if not request.cached:
-            self._model.reset()
+            self.model.reset()
         self._cached, self._settled, self._checked = list(request.cached), 0, False
-        self._earlier_forwards = self._model.num_forwards
+        self._earlier_forwards = self.model.num_forwards
 
     def close(self) -> None:
         """Release the cache."""
@@ -72,7 +76,7 @@ class ModelDrafter:
 
     def propose(self, committed: Sequence[int], tentative: Sequence[int], max_tokens: int) -> Draft:
         """See `Drafter.propose`. Stops after an end-of-sequence token, which it keeps."""
-        limit = self._model.max_length
+        limit = self.model.max_length
         if limit is not None and len(committed) + len(tentative) + max_tokens > limit:
             return self._without_model(limit, committed, tentative, max_tokens)
         if not self._rewind(committed, tentative):
@@ -91,13 +95,15 @@ class ModelDrafter:
     def _step(self, committed: Sequence[int], tentative: list[int], room: int) -> tuple[list[int], Tensor | None]:
         """One forward of the draft model: at least one token, at most `room`, cut after an end-of-sequence token."""
         guess = self._inner.propose(committed, tentative, room - 1) if self._inner and room > 1 else Draft()
-        guess = Draft(tuple(itertools.takewhile(lambda token: token < self._model.vocab_size, guess.ids)))
+        guess = Draft(tuple(itertools.takewhile(lambda token: token < self.model.vocab_size, guess.ids)))
         context = len(committed) + len(tentative)
         pending = _slice(committed, tentative, len(self._cached))
-        verdict = verify(self._model, self._known(pending), guess, (committed, tentative), self._sampler)
+        mask = None if self._request.mask is None else functools.partial(self._request.mask, tentative)
+        prefix = (committed, tentative)
+        verdict = verify(self.model, self._known(pending), guess, prefix, self._sampler, mask_logits=mask)
         self._cached.extend(pending)
         self._cached.extend(verdict.token_ids[:-1])
-        self._model.truncate(context + len(verdict.token_ids) - 1)
+        self.model.truncate(context + len(verdict.token_ids) - 1)
         keep = next(
             (i + 1 for i, token in enumerate(verdict.token_ids) if token in self._request.eos_ids),
             len(verdict.token_ids),
@@ -118,28 +124,28 @@ class ModelDrafter:
             common += 1
         common = min(common, context - 1)  # one token stays pending, its logits are wanted
         try:
-            self._model.truncate(common)
+            self.model.truncate(common)
         except UnsupportedCacheError:  # it has given up what it would need: read the text again
-            self._model.reset()
+            self.model.reset()
             common = 0
         del self._cached[common:]
         self._settled = min(common, len(committed))
         if not tentative:
-            self._model.settle()
+            self.model.settle()
         behind = _slice(committed, tentative, common)[:-1]
         if len(behind) > self._chunk or not self._cached:
-            if not prefill(self._model, self._known(behind), self._chunk, self._request.cancelled):
-                self._cached = self._cached[: self._model.length]
+            if not prefill(self.model, self._known(behind), self._chunk, self._request.cancelled):
+                self._cached = self._cached[: self.model.length]
                 return False
             self._cached.extend(behind)
         if self._cached and not self._checked:
-            self._model.check_rollback()
+            self.model.check_rollback()
             self._checked = True
         return True
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         """Tokens as the draft model can embed them: a target padded wider than the draft model has ids it lacks."""
-        return [token if token < self._model.vocab_size else 0 for token in tokens]
+        return [token if token < self.model.vocab_size else 0 for token in tokens]
 
     def _without_model(self, limit: int, committed: Sequence[int], tentative: Sequence[int], max_tokens: int) -> Draft:
         _warn_outgrown(limit)

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from fly_llm.errors import ModelLoadError
-from fly_llm.models.loading import load_model
 from fly_llm.models.options import LoadOptions, fast_dtype
 from fly_llm.models.sources import BUNDLED_NAME, BUNDLED_PACKAGE, quiet
 
@@ -73,8 +72,8 @@ def converted_folder() -> Path | None:
     gguf = bundled_gguf()
     if gguf is None:
         return None
-    folder = _folder(gguf, str(fast_dtype("cpu")).removeprefix("torch."))
-    return folder if _is_complete(folder) else None
+    folders = cache_folder().glob(f"{_folder(gguf, '').name}*")  # of any dtype: finding out which takes torch
+    return next((folder for folder in folders if _is_complete(folder)), None)
 
 
 def _folder(gguf: Path, dtype: str, cache_dir: Path | None = None) -> Path:
@@ -158,6 +157,8 @@ def convert(gguf: Path, folder: Path, dtype: str) -> None:
         ModelLoadError: the file cannot be read.
     """
     import torch
+
+    from fly_llm.models.loading import load_model
 
     loaded = load_model(gguf, LoadOptions(dtype=dtype, device_map="cpu"))
     model: Any = loaded.model

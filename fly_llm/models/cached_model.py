@@ -92,6 +92,11 @@ class CachedModel:
         self._cache_name = next((name for name in _CACHE_NAMES if name in names), "past_key_values")
         self._keeps_logits = "logits_to_keep" in names
         self._takes_positions = "position_ids" in names
+        rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+        kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+        length = rope.get("original_max_position_embeddings") if isinstance(rope, dict) else None
+        length = length or getattr(config, "original_max_position_embeddings", None)
+        self._switch: int | None = int(length) if kind == "longrope" and length else None
         self._num_forwards: int = 0
         self.reset()
 
@@ -144,8 +149,15 @@ class CachedModel:
         return self._restorable
 
     @property
+    def switch(self) -> int | None:
+        """The length above which all positions are encoded otherwise (longrope), the cached ones too; None for most."""
+        return self._switch
+
+    @property
     def resumes(self) -> bool:
         """Whether several tokens may follow cached ones. Models with recurrent states start over instead, silently."""
+        if self._switch is not None:
+            return False
         return not any(hasattr(layer, "recurrent_states") for layer in DynamicCache(config=self._config).layers)
 
     @torch.inference_mode()
@@ -237,6 +249,16 @@ class CachedModel:
                 "so it can neither verify drafts nor draft. Use num_speculative_tokens=0 (plain decoding) or another "
                 "model"
             )
+
+
+def fingerprint(model: Any) -> tuple[Any, ...]:
+    """Changes with a model's weights, and with its active adapter."""
+    try:
+        versions = tuple((weight.data_ptr(), weight._version) for weight in model.parameters())
+    except (RuntimeError, NotImplementedError):  # weights made in inference mode have no version
+        versions = ()
+    adapter = getattr(model, "active_adapter", None)
+    return hash(versions), adapter if isinstance(adapter, str) else None
 
 
 def _is_used(layer: Any) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from fly_llm.errors import ConfigError, ModelLoadError
+
+if TYPE_CHECKING:
+    import torch
 
 _DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16", "half": "float16"}
 _DTYPES |= {"fp32": "float32", "float32": "float32", "auto": "auto"}
@@ -52,9 +53,11 @@ class LoadOptions:
         place: Any = self.device_map
         if isinstance(place, int) and not isinstance(place, bool):
             place = f"cuda:{place}"
-        if isinstance(place, torch.device):
+        if place is not None and not isinstance(place, (str, dict)):  # a torch.device
             place = str(place)
         if isinstance(place, str) and place not in _STRATEGIES:
+            import torch  # takes seconds, and most engines are made without a device
+
             try:
                 torch.device(place)
             except RuntimeError:
@@ -83,6 +86,8 @@ def fast_dtype(device: str) -> torch.dtype:
     That is bfloat16, except on a CPU without bfloat16 arithmetic, where a forward over several tokens (the one that
     verifies a draft) is up to three times slower in bfloat16 than in float32.
     """
+    import torch
+
     if not device.startswith("cpu"):
         return torch.bfloat16
     able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
@@ -91,6 +96,8 @@ def fast_dtype(device: str) -> torch.dtype:
 
 def resolve_device(options: LoadOptions) -> str:
     """The device (or the strategy's) that an option set means on this machine."""
+    import torch
+
     place = options.device_map
     if isinstance(place, str) and place not in _STRATEGIES:
         kind = torch.device(place).type

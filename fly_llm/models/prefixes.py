@@ -27,6 +27,7 @@ class PrefixStore:
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []  # the most recently used last
+        self._weights: Hashable = None
 
     @property
     def nbytes(self) -> int:
@@ -71,9 +72,21 @@ class PrefixStore:
         """
         ids = tuple(ids)
         self._entries = [entry for entry in self._entries if entry.kind != kind or ids[: len(entry.ids)] != entry.ids]
-        self._entries.append(_Entry(kind, ids, prompt_length, past, past.nbytes))
+        nbytes = past.nbytes
+        if nbytes <= limit:  # one that is too large would take all others with it
+            self._entries.append(_Entry(kind, ids, prompt_length, past, nbytes))
+        self.trim(limit)
+
+    def trim(self, limit: int) -> None:
+        """Drop the least recently used above `limit` bytes."""
         while self._entries and self.nbytes > limit:
             del self._entries[0]
+
+    def check(self, weights: Hashable) -> None:
+        """Drop everything if the weights are not those of the caches any more: a live model may have been trained."""
+        if weights != self._weights:
+            self._entries.clear()
+            self._weights = weights
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

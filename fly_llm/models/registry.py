@@ -90,6 +90,8 @@ class Pair:
     """Held by callers while they use `tokenizer`."""
     prefixes: PrefixStore = field(default_factory=PrefixStore)
     """Caches of finished requests; belongs to the worker thread."""
+    grammar_tokenizer: Any = None
+    """What decoding under a grammar needs of the tokenizer; made by the first request that does."""
     _copy: Any = None
 
     @property

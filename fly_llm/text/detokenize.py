@@ -16,7 +16,7 @@ Text is held back only while later tokens could still change it:
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,10 +37,12 @@ class Detokenizer:
 
     Args:
         tokenizer: the target's tokenizer. It is only read.
+        keep: special tokens that are written out all the same (the markers of tool calls, for one).
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, keep: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._keep = keep
         self._special = set(tokenizer.all_special_ids)
         self._special.update(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
         self._pieces: list[str] = []
@@ -69,7 +71,7 @@ class Detokenizer:
         if self._flushed:
             raise RuntimeError("push() after flush(): make a new Detokenizer for a new answer")
         token = self._tokenizer.convert_ids_to_tokens(token_id)
-        if token is None or (token_id in self._special and self._is_skipped(token_id)):
+        if token is None or self._is_left_out(token_id):
             return ""
         self._window.append(token_id)
         if isinstance(token, str) and _BYTE_TOKEN.fullmatch(token):
@@ -91,16 +93,20 @@ class Detokenizer:
         Returns:
             The held text and theirs, with U+FFFD for an incomplete character at the end.
         """
+        if self._keep:
+            token_ids = [token for token in token_ids if not self._is_left_out(token)]
         return self._decode([*self._window, *token_ids])[len(self._shown) :]
 
     def _decode(self, ids: list[int]) -> str:
-        text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(ids, skip_special_tokens=not self._keep, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 
-    def _is_skipped(self, token_id: int) -> bool:
-        """Whether decoding leaves out this special token, as opposed to one that only the tokenizer's names call so."""
-        return self._decode([*self._window, token_id]) == self._decode(self._window)
+    def _is_left_out(self, token_id: int) -> bool:
+        """Whether this is a special token to leave out, as opposed to one that only the tokenizer's names call so."""
+        if token_id not in self._special or token_id in self._keep:
+            return False
+        return bool(self._keep) or self._decode([*self._window, token_id]) == self._decode(self._window)
 
     def _out(self, piece: str) -> str:
         if piece:

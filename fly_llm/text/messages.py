@@ -31,6 +31,8 @@ def normalise(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         if message["role"] not in _ROLES:
             known = ", ".join(_ROLES)
             raise PromptError(f"message {index} has the unknown role {message['role']!r}: use one of {known}")
+        if "content" not in message and not message.get("tool_calls"):
+            raise PromptError(f"message {index} has no 'content': give its text, got {message!r:.200}")
         turn = {**message, "content": _text_of(message.get("content"), index)}
         calls = turn.pop("tool_calls", None)
         if calls:  # an empty list would make some templates expect a call

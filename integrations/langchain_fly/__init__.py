@@ -7,9 +7,9 @@ try:
 except ImportError as error:
     raise ImportError("langchain_fly needs langchain-core: pip install 'fly-llm[langchain]'") from error
 
-from langchain_fly.callbacks import FLyCallbackHandler
+from langchain_fly.callbacks import AsyncFLyCallbackHandler, FLyCallbackHandler
 from langchain_fly.chat_models import ChatFLy
 from langchain_fly.common import ChatFLyContextOverflowError
 from langchain_fly.llms import FLyLLM
 
-__all__ = ["ChatFLy", "ChatFLyContextOverflowError", "FLyCallbackHandler", "FLyLLM"]
+__all__ = ["AsyncFLyCallbackHandler", "ChatFLy", "ChatFLyContextOverflowError", "FLyCallbackHandler", "FLyLLM"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from typing import Any, TypeVar
 from uuid import UUID
 
 from langchain_core.callbacks import (
+    AsyncCallbackHandler,
     AsyncCallbackManagerForLLMRun,
     BaseCallbackHandler,
     BaseRunManager,
@@ -33,12 +35,18 @@ class FLyCallbackHandler(BaseCallbackHandler):
         >>> llm.invoke("Why is the sky blue?", config={"callbacks": [Watch()]})
     """
 
-    def on_fly_round(self, fly_round: Round, *, run_id: UUID, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if inspect.iscoroutinefunction(cls.on_fly_round) and not issubclass(cls, AsyncCallbackHandler):
+            raise TypeError(f"{cls.__name__}.on_fly_round is async: derive {cls.__name__} from AsyncFLyCallbackHandler")
+
+    def on_fly_round(self, fly_round: Round, *, run_id: UUID, **kwargs: Any) -> Any:
         """A round was committed.
 
         Args:
             fly_round: its tokens, counts and seconds; see `fly_llm.Round`.
-            run_id: the LangChain run it belongs to.
+            run_id: the LangChain run it belongs to. Where a completion model is given several prompts at once,
+                LangChain names the first one's run for all.
             **kwargs: room for what later versions may add.
         """
 
@@ -53,6 +61,25 @@ class FLyCallbackHandler(BaseCallbackHandler):
         """Passes on the rounds behind a streamed chunk; call it with `super()` if you override it."""
         for fly_round in getattr(chunk, "_fly_rounds", ()):
             self.on_fly_round(fly_round, run_id=run_id)
+
+
+class AsyncFLyCallbackHandler(FLyCallbackHandler, AsyncCallbackHandler):
+    """`FLyCallbackHandler` for `ainvoke` and `astream`, with an `async def on_fly_round` that is awaited."""
+
+    async def on_fly_round(self, fly_round: Round, *, run_id: UUID, **kwargs: Any) -> Any:
+        """See `FLyCallbackHandler.on_fly_round`."""
+
+    async def on_llm_new_token(  # type: ignore[override]
+        self,
+        token: str | list[str | dict[str, Any]],
+        *,
+        chunk: GenerationChunk | ChatGenerationChunk | None = None,
+        run_id: UUID,
+        **kwargs: Any,
+    ) -> None:
+        """See `FLyCallbackHandler.on_llm_new_token`."""
+        for fly_round in getattr(chunk, "_fly_rounds", ()):
+            await self.on_fly_round(fly_round, run_id=run_id)
 
 
 class FLyChatChunk(ChatGenerationChunk):
@@ -70,12 +97,17 @@ class FLyTextChunk(GenerationChunk):
 Chunk = TypeVar("Chunk", FLyChatChunk, FLyTextChunk)
 
 
+def _says_something(event: Event) -> bool:
+    parts = (event.text, event.reasoning, event.tool_calls, event.invalid_tool_calls, event.result is not None)
+    return any(parts)
+
+
 def with_rounds(events: Iterable[Event]) -> Iterator[tuple[Event, tuple[Round, ...]]]:
     """Events that have something to say, each with the rounds since the last one (a round's text may be held back)."""
     rounds: tuple[Round, ...] = ()
     for event in events:
         rounds = rounds if event.round is None else (*rounds, event.round)
-        if event.text or event.result is not None:
+        if _says_something(event):
             yield event, rounds
             rounds = ()
 
@@ -86,7 +118,7 @@ async def awith_rounds(events: AsyncIterator[Event]) -> AsyncGenerator[tuple[Eve
     async with contextlib.aclosing(events):  # type: ignore[type-var]
         async for event in events:
             rounds = rounds if event.round is None else (*rounds, event.round)
-            if event.text or event.result is not None:
+            if _says_something(event):
                 yield event, rounds
                 rounds = ()
 

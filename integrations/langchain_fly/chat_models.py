@@ -7,14 +7,21 @@ last chunk alone carries usage, finish reason and statistics, because LangChain 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
-from typing import Any
+import importlib.util
+import itertools
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import BaseChatModel, LangSmithParams, ModelProfile
+from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput, ModelProfile
 from langchain_core.language_models.chat_models import agenerate_from_stream, generate_from_stream
-from langchain_core.messages import AIMessageChunk, BaseMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from fly_llm.config import DEFAULT_MAX_TOKENS
 from fly_llm.types import Event, Round
@@ -22,6 +29,9 @@ from fly_llm.wrapper import EngineFields
 from langchain_fly.callbacks import FLyChatChunk, atell_rounds, awith_rounds, tell_rounds, with_rounds
 from langchain_fly.common import core_errors, ls_params, metadata, usage_metadata
 from langchain_fly.messages import to_chat
+from langchain_fly.structured import openai_format, request_for, with_raw
+
+_HAS_GRAMMARS = importlib.util.find_spec("llguidance") is not None
 
 
 class ChatFLy(EngineFields, BaseChatModel):
@@ -43,6 +53,10 @@ class ChatFLy(EngineFields, BaseChatModel):
     streaming: bool = False
     """Stream inside `invoke` as well, so that callbacks see tokens."""
 
+    def __repr_args__(self) -> Any:
+        """Without the profile, which hides what was set."""
+        return [(name, value) for name, value in super().__repr_args__() if name != "profile"]
+
     @property
     def _llm_type(self) -> str:
         return "chat-fly"
@@ -50,7 +64,7 @@ class ChatFLy(EngineFields, BaseChatModel):
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
         """Everything that changes the output; part of LangChain's cache key and of traces."""
-        return self._identity()
+        return {**self._identity(), "output_version": self.output_version}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         return ls_params(self, "chat", stop, kwargs)
@@ -73,9 +87,10 @@ class ChatFLy(EngineFields, BaseChatModel):
             audio_outputs=False,
             video_inputs=False,
             video_outputs=False,
-            reasoning_output=False,
-            tool_calling=False,
-            structured_output=False,
+            reasoning_output="</think>" in (facts.chat_template or ""),
+            tool_calling=facts.chat_template is not None,
+            tool_choice=facts.chat_template is not None and _HAS_GRAMMARS,
+            structured_output=_HAS_GRAMMARS,
             temperature=True,
         )
 
@@ -85,22 +100,70 @@ class ChatFLy(EngineFields, BaseChatModel):
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Tokens of the rendered prompt, counted with the real chat template."""
-        options = {"tools": tools} if tools else {}
-        return self._get_engine().count_tokens(to_chat(messages), **options)
+        if not messages:  # `trim_messages` asks
+            return 0
+        options = {"tools": [convert_to_openai_tool(tool) for tool in tools]} if tools else {}
+        with core_errors():
+            return self._get_engine().count_tokens(to_chat(messages), **options)
 
-    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> Any:
-        """Not there yet: tools would reach the model, but its calls would come back as text."""
-        raise NotImplementedError("ChatFLy does not do tool calling yet: use a chain that needs no tools")
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: dict[str, Any] | str | bool | None = None,
+        strict: bool | None = None,
+        parallel_tool_calls: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """Give the model tools. Nothing inside a call is ever relaxed.
 
-    def with_structured_output(self, schema: Any, **kwargs: Any) -> Any:
-        """Not there yet: it takes decoding under a grammar."""
-        raise NotImplementedError(
-            "ChatFLy does not do structured output yet: ask for JSON in the prompt and use a JsonOutputParser"
-        )
+        Args:
+            tools: functions, classes, LangChain tools, or dicts in OpenAI's form.
+            tool_choice: "auto" (the default), "none", "any" or "required", a tool's name, a bool, or a dict that names
+                a tool. A forced call is enforced by a grammar, arguments included.
+            strict: taken and not needed: forced calls follow their schema in any case.
+            parallel_tool_calls: whether a forced answer may hold several calls.
+            **kwargs: other settings to bind.
+        """
+        choice = {"tool_choice": tool_choice} if tool_choice is not None else {}
+        parallel = {"parallel_tool_calls": parallel_tool_calls} if parallel_tool_calls is not None else {}
+        return self.bind(tools=[convert_to_openai_tool(tool) for tool in tools], **choice, **parallel, **kwargs)
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type | None = None,
+        *,
+        method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        tools: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """Answers that fit a schema, enforced by a grammar, and parsed.
+
+        Args:
+            schema: a pydantic class (v1 or v2), a TypedDict or a JSON schema.
+            method: "json_schema" (the answer is the JSON), "function_calling" (it is the arguments of a forced call) or
+                "json_mode" (it is any JSON object; say in the prompt which).
+            include_raw: return a dict with "raw" (the message), "parsed" and "parsing_error".
+            strict: taken and not needed. It has nothing to do with strict verification.
+            tools: tools the model may call instead of answering, with "json_schema" and "json_mode".
+            **kwargs: other settings to bind.
+        """
+        bound, parser = request_for(schema, method)
+        if tools:
+            bound["tools"] = [*bound.get("tools", ()), *(convert_to_openai_tool(tool) for tool in tools)]
+        llm = self.bind(**bound, **kwargs)
+        return with_raw(llm, parser) if include_raw else llm | parser
 
     def _options(self, stop: list[str] | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of one call."""
-        return self._call({**kwargs, "stop": stop if stop is not None else kwargs.get("stop")}, ignored=("stream",))
+        given = {**kwargs, "stop": stop if stop is not None else kwargs.get("stop")}
+        if given.get("tools"):
+            given["tools"] = [convert_to_openai_tool(tool) for tool in given["tools"]]
+        if given.get("response_format") is not None:
+            given["response_format"] = openai_format(given["response_format"])
+        return self._call(given, ignored=("stream", "strict" if given.get("tools") else "stream"))
 
     def _generate(
         self,
@@ -153,8 +216,9 @@ class ChatFLy(EngineFields, BaseChatModel):
     ) -> Generator[FLyChatChunk]:
         """The answer, chunk by chunk."""
         with core_errors(), self._get_engine().stream(to_chat(messages), **self._options(stop, kwargs)) as events:
+            calls = itertools.count()
             for event, rounds in with_rounds(events):
-                yield _chunk(event, rounds)
+                yield _chunk(event, rounds, calls)
 
     async def _achunks(
         self, messages: list[BaseMessage], stop: list[str] | None, kwargs: Mapping[str, Any]
@@ -162,21 +226,35 @@ class ChatFLy(EngineFields, BaseChatModel):
         """The answer, chunk by chunk, without blocking the event loop."""
         with core_errors():
             events = self._get_engine().astream(to_chat(messages), **self._options(stop, kwargs))
+            calls = itertools.count()
             async with contextlib.aclosing(awith_rounds(events)) as pieces:
                 async for event, rounds in pieces:
-                    yield _chunk(event, rounds)
+                    yield _chunk(event, rounds, calls)
 
 
-def _chunk(event: Event, rounds: tuple[Round, ...]) -> FLyChatChunk:
-    """A chunk for an event; the last one carries what is said once: usage, finish reason, model and statistics."""
-    message = AIMessageChunk(content=event.text)
+def _chunk(event: Event, rounds: tuple[Round, ...], calls: Iterator[int]) -> FLyChatChunk:
+    """A chunk for an event; the last one carries what is said once: usage, finish reason, model and statistics.
+
+    LangChain repairs the arguments of a streamed call that is cut short, and takes them for whole. So calls come whole,
+    and what is no call has its raw text for arguments, which begins with a marker and cannot be repaired.
+    """
+    last: dict[str, Any] = {}
     if event.result is not None:
-        message = AIMessageChunk(
-            content=event.text,
-            usage_metadata=usage_metadata(event.result),
-            response_metadata=metadata(event.result),
-            chunk_position="last",
-        )
+        last = {
+            "usage_metadata": usage_metadata(event.result),
+            "response_metadata": metadata(event.result),
+            "chunk_position": "last",
+        }
+    whole = [(call.name, json.dumps(call.arguments, ensure_ascii=False), call.id) for call in event.tool_calls]
+    broken = [(None, call.raw, call.id) for call in event.invalid_tool_calls]
+    message = AIMessageChunk(
+        content=event.text,
+        additional_kwargs={"reasoning_content": event.reasoning} if event.reasoning else {},
+        tool_call_chunks=[
+            tool_call_chunk(name=name, args=args, id=id_, index=next(calls)) for name, args, id_ in (*whole, *broken)
+        ],
+        **last,
+    )
     chunk = FLyChatChunk(message=message)
     chunk._fly_rounds = rounds
     return chunk

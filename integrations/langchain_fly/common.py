@@ -10,7 +10,15 @@ from langchain_core import exceptions as core
 from langchain_core.language_models import LangSmithParams
 from langchain_core.messages.ai import UsageMetadata
 
-from fly_llm.errors import ConfigError, ContextOverflowError, FLyError, ModelLoadError, PromptError
+from fly_llm.config import overridden
+from fly_llm.errors import (
+    ConfigError,
+    ContextOverflowError,
+    FLyError,
+    ModelLoadError,
+    PromptError,
+    TokenizerMismatchError,
+)
 from fly_llm.types import Result
 from fly_llm.wrapper import PROVIDER, EngineFields
 
@@ -19,13 +27,29 @@ class ChatFLyContextOverflowError(ContextOverflowError, core.ContextOverflowErro
     """The messages leave no room for an answer; caught as LangChain's error and as fly-llm's."""
 
 
-_CORE: tuple[tuple[type[FLyError], str], ...] = (
-    (ContextOverflowError, "ContextOverflowError"),
-    (ModelLoadError, "ModelNotFoundError"),
-    (ConfigError, "ModelInvalidRequestError"),
-    (PromptError, "ModelInvalidRequestError"),
-)
-"""Which of LangChain's errors each of ours is as well; the first that fits counts."""
+class ChatFLyConfigError(ConfigError, core.ModelInvalidRequestError):
+    """A setting is unknown or out of range; likewise."""
+
+
+class ChatFLyPromptError(PromptError, core.ModelInvalidRequestError):
+    """The messages are not what the model can take; likewise."""
+
+
+class ChatFLyModelLoadError(ModelLoadError, core.ModelNotFoundError):
+    """A model could not be loaded; likewise."""
+
+
+class ChatFLyTokenizerMismatchError(TokenizerMismatchError, core.ModelNotFoundError):
+    """The draft model does not fit the target; likewise."""
+
+
+_BOTH: dict[type[FLyError], type[FLyError]] = {
+    ContextOverflowError: ChatFLyContextOverflowError,
+    ConfigError: ChatFLyConfigError,
+    PromptError: ChatFLyPromptError,
+    ModelLoadError: ChatFLyModelLoadError,
+    TokenizerMismatchError: ChatFLyTokenizerMismatchError,
+}
 
 
 @contextlib.contextmanager
@@ -34,28 +58,13 @@ def core_errors() -> Iterator[None]:
     try:
         yield
     except FLyError as error:
-        name = next((name for ours, name in _CORE if isinstance(error, ours)), None)
-        theirs = getattr(core, name or "", None)  # not every release has all of them
-        if theirs is None or isinstance(error, theirs):
+        both = _BOTH.get(type(error))
+        if both is None:
             raise
-        both = _both(type(error), theirs)
         translated = both.__new__(both)
         translated.args = error.args
         vars(translated).update(vars(error))
         raise translated from error
-
-
-_known: dict[tuple[str, str], type[FLyError]] = {}
-
-
-def _both(ours: type[FLyError], theirs: type[Exception]) -> type[FLyError]:
-    """A class that is caught as either."""
-    if ours is ContextOverflowError:
-        return ChatFLyContextOverflowError
-    names = (ours.__name__, theirs.__name__)
-    if names not in _known:
-        _known[names] = type(f"ChatFLy{names[0]}", (ours, theirs), {"__doc__": ours.__doc__, "__module__": __name__})
-    return _known[names]
 
 
 def usage_metadata(result: Result) -> UsageMetadata:
@@ -83,7 +92,7 @@ def ls_params(
     llm: EngineFields, kind: Literal["chat", "llm"], stop: list[str] | None, kwargs: Mapping[str, Any]
 ) -> LangSmithParams:
     """What LangSmith is told about a call, values given in the call included."""
-    settings = {**llm._identity(), **{name: value for name, value in kwargs.items() if value is not None}}
+    settings = {**llm._knobs(), **overridden(), **{name: value for name, value in kwargs.items() if value is not None}}
     params = LangSmithParams(
         ls_provider=PROVIDER,
         ls_model_name=str(kwargs.get("model") or llm._model_name),
@@ -94,5 +103,5 @@ def ls_params(
     if max_tokens is not None:
         params["ls_max_tokens"] = max_tokens
     if stops := stop if stop is not None else settings["stop"]:
-        params["ls_stop"] = [stops] if isinstance(stops, str) else list(stops)
+        params["ls_stop"] = list(stops) if isinstance(stops, (list, tuple)) else [str(stops)]
     return params

@@ -10,9 +10,9 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackMana
 from langchain_core.language_models import BaseLLM, LangSmithParams
 from langchain_core.outputs import Generation, LLMResult
 
-from fly_llm.config import KNOBS, overrides
+from fly_llm.config import KNOBS
 from fly_llm.types import Event, Round
-from fly_llm.wrapper import EngineFields
+from fly_llm.wrapper import EngineFields, identified_by
 from langchain_fly.callbacks import FLyTextChunk, atell_rounds, awith_rounds, tell_rounds, with_rounds
 from langchain_fly.common import core_errors, ls_params, metadata, usage_metadata
 
@@ -47,16 +47,16 @@ class FLyLLM(EngineFields, BaseLLM):
 
     def generate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
         """As in LangChain, whose cache forgets that settings of a call change the answer; here it does not."""
-        with overrides(**self._given(kwargs)):
+        with identified_by(self._given(kwargs)):
             return super().generate(prompts, *args, **kwargs)
 
     async def agenerate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
         """See `generate`."""
-        with overrides(**self._given(kwargs)):
+        with identified_by(self._given(kwargs)):
             return await super().agenerate(prompts, *args, **kwargs)
 
     def _given(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings among the arguments of a call, which become part of the cache key as overrides."""
+        """The settings among the arguments of a call."""
         given = {name: value for name, value in kwargs.items() if name in (*KNOBS, "max_new_tokens")}
         with core_errors():
             call = self._call(given)

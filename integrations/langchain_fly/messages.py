@@ -29,6 +29,8 @@ def _convert(message: BaseMessage) -> dict[str, Any]:
     if isinstance(message, AIMessage):
         if isinstance(content, list):
             content = [part for part in content if not _is_block(part, _NOT_TEXT_OF_AN_ANSWER)]
+        if message.invalid_tool_calls:  # the model should see what it wrote
+            content = _with_texts(content, [str(call["args"]) for call in message.invalid_tool_calls if call["args"]])
         converted = {"role": "assistant", "content": content}
         if message.tool_calls:
             converted["tool_calls"] = [
@@ -48,6 +50,13 @@ def _convert(message: BaseMessage) -> dict[str, Any]:
         f"a {type(message).__name__} has no role in a chat: use SystemMessage, HumanMessage, AIMessage, ToolMessage or "
         "ChatMessage(role=...)"
     )
+
+
+def _with_texts(content: Any, texts: list[str]) -> Any:
+    """Content with more text behind it."""
+    if isinstance(content, list):
+        return [*content, *({"type": "text", "text": text} for text in texts)]
+    return "\n".join([*([content] if content else []), *texts])
 
 
 def _is_block(part: Any, kinds: tuple[str, ...]) -> bool:

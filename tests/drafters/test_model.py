@@ -25,7 +25,7 @@ class CheckedDrafter(ModelDrafter):
     def propose(self, committed, tentative, max_tokens):
         draft = super().propose(committed, tentative, max_tokens)
         context = [*committed, *tentative, *draft.ids]
-        assert self._cached == context[: len(self._cached)] == self._model.ids
+        assert self._cached == context[: len(self._cached)] == self.model.ids
         assert len(self._cached) >= len(committed) + len(tentative)
         assert self._cached[: self._settled] == list(committed)[: self._settled]
         return draft

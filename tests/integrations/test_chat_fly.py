@@ -211,7 +211,7 @@ def test_identifying_params_hold_everything_that_changes_the_output(llm, folders
     json.dumps(base)
     changes = {
         "theta": 0.1, "window": 3, "num_speculative_tokens": 7, "entropy": "normalized", "lossless": True, "seed": 1,
-        "strict_prefix": 2, "relax_lookup": False, "drafting": "lookup", "temperature": 0.5, "top_p": 0.5, "top_k": 3,
+        "strict_prefix": 2, "relax_lookup": True, "drafting": "lookup", "temperature": 0.5, "top_p": 0.5, "top_k": 3,
         "min_p": 0.1, "repetition_penalty": 1.2, "logit_bias": {3: 1.0}, "max_tokens": 9, "stop": ["x"],
         "dtype": "float32", "draft_model": folders[1], "model": folders[1], "chat_template": "{{ x }}",
     }  # fmt: skip
@@ -386,13 +386,7 @@ def test_a_stop_string_may_be_given_bare(llm, folders):
     assert bare._get_ls_params()["ls_stop"] == [stop]
 
 
-def test_what_is_not_there_yet_says_so(llm):
-    with pytest.raises(NotImplementedError, match="does not do tool calling yet"):
-        llm.bind_tools([])
-    with pytest.raises(NotImplementedError, match="does not do structured output yet"):
-        llm.with_structured_output({})
-    with pytest.raises(PromptError, match="no place for tools="):
-        llm.invoke(QUESTION, tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}])
+def test_a_synonym_and_its_original_are_not_both_taken():
     with pytest.raises(ValidationError, match="synonym of max_tokens"):
         ChatFLy(max_tokens=4, max_new_tokens=5)
 

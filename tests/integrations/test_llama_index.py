@@ -366,12 +366,6 @@ def test_the_tokenizer_counts_for_llama_index(llm):
         Settings.tokenizer = before
 
 
-def test_function_calling_says_it_is_not_there_yet(llm):
-    assert not llm.metadata.is_function_calling_model
-    with pytest.raises(NotImplementedError, match="ReActAgent"):
-        llm.chat_with_tools([], user_msg="hi")
-
-
 @pytest.fixture
 def index():
     nodes = [TextNode(text=f"{text} {i}", id_=str(i)) for i, text in enumerate(["the fox sleeps", "the dog jumps"])]

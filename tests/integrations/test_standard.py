@@ -1,6 +1,7 @@
 """LangChain's own test suites: the unit suite, and the integration suite over the real local path (SmolLM2).
 
-Tests that need tool calling or structured output are switched off until those exist; the rest run.
+What a grammar can force is asked of it; what takes a model of some sense is expected to fail with one of 135M.
+`make test-real` runs the same suite over a larger one.
 """
 
 from __future__ import annotations
@@ -31,14 +32,6 @@ class TestUnit(ChatModelUnitTests):
     def chat_model_params(self):
         return {"model": "no/such-model"}
 
-    @property
-    def has_tool_calling(self):
-        return False
-
-    @property
-    def has_structured_output(self):
-        return False
-
 
 class TestIntegration(ChatModelIntegrationTests):
     """The bundled model answers."""
@@ -49,20 +42,30 @@ class TestIntegration(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self):
-        return {"max_tokens": 48}
+        return {"max_tokens": 256}
 
     @property
-    def has_tool_calling(self):
-        return False
+    def structured_output_kwargs(self):
+        return {"repetition_penalty": 1.2}  # without it, this small a model repeats itself for ever
 
     @property
-    def has_tool_choice(self):
-        return False
-
-    @property
-    def has_structured_output(self):
-        return False
+    def supports_json_mode(self):
+        return True
 
     @property
     def supports_model_override(self):
         return False
+
+    SMALL = "a model of 135M parameters; the grammar forces the form of an answer, not its sense"
+
+    @pytest.mark.xfail(reason=f"{SMALL}: it makes no call unless forced", strict=False)
+    def test_agent_loop(self, model):
+        super().test_agent_loop(model)
+
+    @pytest.mark.xfail(reason=f"{SMALL}: it invents keys", strict=False)
+    def test_json_mode(self, model):
+        super().test_json_mode(model)
+
+    @pytest.mark.xfail(reason=f"{SMALL}: it passes on nothing of what it was told", strict=False)
+    def test_unicode_tool_call_integration(self, model):
+        super().test_unicode_tool_call_integration(model)

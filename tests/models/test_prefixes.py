@@ -7,7 +7,18 @@ import time
 
 import pytest
 import torch
-from tiny_models import noisy_copy, random_prompts, tiny_gemma3, tiny_lfm2, tiny_llama, tiny_mistral, tiny_tokenizer
+from tiny_models import (
+    _build,
+    _shape,
+    noisy_copy,
+    random_prompts,
+    tiny_gemma3,
+    tiny_lfm2,
+    tiny_llama,
+    tiny_mistral,
+    tiny_tokenizer,
+)
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from fly_llm import FLyEngine
 from fly_llm.models.cached_model import CachedModel, Past
@@ -201,6 +212,65 @@ def test_a_failed_forward_leaves_nothing(engine, monkeypatch):
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.generate(prompt)
     assert len(store(engine)) == 0
+
+
+def test_a_cache_that_is_too_large_takes_no_other_with_it():
+    target, pasts = tiny_llama(), PrefixStore()
+    one, long = random_prompts(1, 40)[0], random_prompts(1, 200, seed=3)[0]
+    pasts.put("target", one, past(target, one), prompt_length=40, limit=10**9)
+    size = pasts.nbytes
+    pasts.put("target", long, past(target, long), prompt_length=200, limit=2 * size)
+    assert [entry.ids for entry in pasts._entries] == [tuple(one)]
+    pasts.trim(size - 1)
+    assert len(pasts) == 0
+
+
+def test_a_live_model_that_was_trained_is_computed_afresh():
+    target = tiny_llama()
+    with FLyEngine.from_pretrained(target, tokenizer=tiny_tokenizer(), max_tokens=12) as engine:
+        prompt = random_prompts(1, 60)[0]
+        engine.generate(prompt)
+        assert engine.generate(prompt).usage.cached_tokens == 59
+        with torch.no_grad():
+            for weight in target.parameters():
+                weight.add_(0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+        again = engine.generate(prompt)
+        assert again.usage.cached_tokens == 0
+        assert again.token_ids == engine.generate(prompt, prefix_cache_bytes=0).token_ids
+
+
+def test_positions_that_are_encoded_otherwise_above_a_length_are_read_again():
+    """longrope (Phi-3, Phi-4-mini): above its original length all keys change, those in the cache too."""
+    shape = {name: value for name, value in _shape(320, None, 2).items() if name != "head_dim"}
+    config = Phi3Config(
+        **{**shape, "max_position_embeddings": 512},
+        original_max_position_embeddings=40,
+        rope_scaling={
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [2.0, 3.0, 4.0, 6.0],
+        },
+    )
+    model = _build(Phi3ForCausalLM, config, 3, 7.0)
+    assert CachedModel(model).switch == 40
+    with FLyEngine.from_pretrained(
+        model, noisy_copy(model), tokenizer=tiny_tokenizer(), lossless=True, max_tokens=16
+    ) as engine:
+        crossed = 0
+        for seed, length in enumerate((20, 30, 38, 39, 40, 41, 42, 60)):
+            prompt = random_prompts(1, length, seed=seed)[0]
+            for turn in range(2):
+                expected, ids = [], list(prompt)
+                for _ in range(16):  # no cache at all
+                    with torch.inference_mode():
+                        ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+                    expected.append(ids[-1])
+                crossed += len(prompt) <= 40 < len(ids)
+                for k in (0, 5):
+                    got = engine.generate(prompt, num_speculative_tokens=k)
+                    assert list(got.token_ids) == expected, (length, turn, k)
+                prompt = [*ids, *EXTRA[turn]]
+        assert crossed >= 4
 
 
 def test_closing_the_engine_frees_the_caches():

@@ -1,13 +1,14 @@
 """`FLyLLM`: a local model, sped up by FLy, as a LlamaIndex LLM.
 
 Every endpoint turns its input into one prompt and runs one request; chat and completion differ in nothing else. The
-prompt is made, and the request queued, when an endpoint is called, not when its stream is first read.
+prompt and its settings are settled when an endpoint is called; the model works when the answer is read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -20,22 +21,30 @@ from llama_index.core.base.llms.types import (
     CompletionResponse,
     CompletionResponseAsyncGen,
     CompletionResponseGen,
+    ContentBlock,
     LLMMetadata,
     MessageRole,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
 )
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.llms.function_calling import FunctionCallingLLM
-from llama_index.core.llms.llm import default_completion_to_prompt
+from llama_index.core.llms.llm import ToolSelection, default_completion_to_prompt
+from llama_index.core.tools.types import BaseTool
 from llama_index.llms.fly.events import tell_round
 from llama_index.llms.fly.messages import to_chat
+from llama_index_instrumentation.span import active_span_id
 
 from fly_llm.config import DEFAULT_MAX_TOKENS
 from fly_llm.engine import Prompt
+from fly_llm.errors import PromptError
 from fly_llm.types import Event, Result
 from fly_llm.wrapper import EngineFields
 
+_HAS_GRAMMARS = importlib.util.find_spec("llguidance") is not None
 Response = TypeVar("Response", ChatResponse, CompletionResponse)
 
 
@@ -74,11 +83,12 @@ class FLyLLM(EngineFields, CustomLLM, FunctionCallingLLM):
     def _metadata(self, *, at_hand: bool) -> LLMMetadata:
         facts = self._get_engine().facts(at_hand=at_hand)
         context = (facts.context_window if facts is not None else None) or DEFAULT_CONTEXT_WINDOW
+        is_chat = facts is None or facts.chat_template is not None
         return LLMMetadata(
             context_window=context,
             num_output=self.max_tokens or min(DEFAULT_MAX_TOKENS, context // 4),
-            is_chat_model=facts is None or facts.chat_template is not None or self._has_own_messages_to_prompt,
-            is_function_calling_model=False,
+            is_chat_model=is_chat or self._has_own_messages_to_prompt,
+            is_function_calling_model=is_chat and not self._has_own_messages_to_prompt and _HAS_GRAMMARS,
             model_name=self._model_name,
         )
 
@@ -141,6 +151,8 @@ class FLyLLM(EngineFields, CustomLLM, FunctionCallingLLM):
 
     def _completion_prompt(self, prompt: str, formatted: bool) -> Prompt:
         """What the engine gets for a text."""
+        if not isinstance(prompt, str):  # a ChatMessage would drop it without a word
+            raise PromptError(f"a prompt must be a str, got {type(prompt).__name__}: {prompt!r:.80}")
         if formatted:
             return prompt
         if self.completion_to_prompt not in (None, default_completion_to_prompt):
@@ -157,44 +169,95 @@ class FLyLLM(EngineFields, CustomLLM, FunctionCallingLLM):
             await asyncio.to_thread(engine.facts)
 
     def _run(
-        self, prompt: Prompt, kwargs: Mapping[str, Any], respond: Callable[[str, Event], Response]
+        self, prompt: Prompt, kwargs: Mapping[str, Any], respond: Callable[[Answer, Event], Response]
     ) -> Generator[Response]:
-        """Queue a request now. Returns a generator of its responses."""
-        events = self._get_engine().stream(prompt, **self._call(kwargs))
+        """Settle a request now; it is queued when the generator of its responses is first read."""
+        engine, call, span_id = self._get_engine(), self._call(kwargs), active_span_id.get()
 
         def responses() -> Generator[Response]:
-            with events:
-                text = ""
+            with engine.stream(prompt, **call) as events:
+                so_far = Answer()
                 for event in events:
-                    tell_round(event)
-                    text += event.text
-                    if event.text or event.result is not None:
-                        yield respond(text, event)
+                    tell_round(event, span_id)
+                    if so_far.add(event):
+                        yield respond(so_far, event)
 
         return responses()
 
     def _arun(
-        self, prompt: Prompt, kwargs: Mapping[str, Any], respond: Callable[[str, Event], Response]
+        self, prompt: Prompt, kwargs: Mapping[str, Any], respond: Callable[[Answer, Event], Response]
     ) -> AsyncGenerator[Response]:
         """`_run` for an event loop."""
-        events = self._get_engine().astream(prompt, **self._call(kwargs))
+        engine, call, span_id = self._get_engine(), self._call(kwargs), active_span_id.get()
 
         async def responses() -> AsyncGenerator[Response]:
-            async with contextlib.aclosing(events):  # type: ignore[type-var]
-                text = ""
+            async with contextlib.aclosing(engine.astream(prompt, **call)) as events:  # type: ignore[type-var]
+                so_far = Answer()
                 async for event in events:
-                    tell_round(event)
-                    text += event.text
-                    if event.text or event.result is not None:
-                        yield respond(text, event)
+                    tell_round(event, span_id)
+                    if so_far.add(event):
+                        yield respond(so_far, event)
 
         return responses()
 
-    def _prepare_chat_with_tools(self, tools: Sequence[Any], **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Not there yet: tools would reach the model, but its calls would come back as text."""
-        raise NotImplementedError(
-            "FLyLLM does not do function calling yet: use an agent that needs none, such as ReActAgent"
-        )
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        tool_choice: str | dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """What `chat` is given. A call that is required, or a tool that is chosen, is enforced by a grammar."""
+        messages = list(chat_history or ())
+        if user_msg is not None:
+            messages.append(ChatMessage(user_msg) if isinstance(user_msg, str) else user_msg)
+        if tool_choice is None:
+            tool_choice = "required" if tool_required and tools else "auto"
+        return {
+            "messages": messages,
+            "tools": [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools],
+            "tool_choice": tool_choice if tools else "none",
+            "parallel_tool_calls": allow_parallel_tool_calls,
+            **kwargs,
+        }
+
+    def _validate_chat_with_tools_response(
+        self,
+        response: ChatResponse,
+        tools: Sequence[BaseTool],
+        allow_parallel_tool_calls: bool = False,
+        **kwargs: Any,
+    ) -> ChatResponse:
+        """Keep the first call only, where one is all that is allowed."""
+        calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
+        if not allow_parallel_tool_calls and len(calls) > 1:
+            response.message.blocks = [block for block in response.message.blocks if block not in calls[1:]]
+        return response
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """The calls of an answer, or of what has been streamed of it.
+
+        Raises:
+            ValueError: there are none, and `error_on_no_tool_call`.
+        """
+        found = [
+            ToolSelection(
+                tool_id=block.tool_call_id or "",
+                tool_name=block.tool_name,
+                tool_kwargs=dict(block.tool_kwargs) if isinstance(block.tool_kwargs, dict) else {},
+            )
+            for block in response.message.blocks
+            if isinstance(block, ToolCallBlock)
+        ]
+        if not found and error_on_no_tool_call:
+            raise ValueError(f"the model called no tool, it said {response.message.content!r:.200}")
+        return found
 
 
 def _says(message: ChatMessage, text: str) -> bool:
@@ -202,13 +265,42 @@ def _says(message: ChatMessage, text: str) -> bool:
     return message.role == MessageRole.SYSTEM and message.content == text
 
 
-def _chat_response(text: str, event: Event) -> ChatResponse:
-    message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
-    return ChatResponse(message=message, delta=event.text, **_about(event.result))
+class Answer:
+    """What has been streamed of one answer."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.reasoning = ""
+        self.calls: list[ToolCallBlock] = []
+        self.invalid: list[str] = []
+
+    def add(self, event: Event) -> bool:
+        """Take the next event. Returns whether there is something to say."""
+        self.text += event.text
+        self.reasoning += event.reasoning
+        self.calls.extend(
+            ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments)
+            for call in event.tool_calls
+        )
+        self.invalid.extend(call.raw for call in event.invalid_tool_calls)
+        parts = (event.text, event.reasoning, event.tool_calls, event.invalid_tool_calls, event.result is not None)
+        return any(parts)
 
 
-def _completion_response(text: str, event: Event) -> CompletionResponse:
-    return CompletionResponse(text=text, delta=event.text, **_about(event.result))
+def _chat_response(so_far: Answer, event: Event) -> ChatResponse:
+    blocks: list[ContentBlock] = [ThinkingBlock(content=so_far.reasoning)] if so_far.reasoning else []
+    blocks.append(TextBlock(text=so_far.text))
+    blocks.extend(so_far.calls)
+    more = {"invalid_tool_calls": list(so_far.invalid)} if so_far.invalid else {}
+    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=more)
+    about = _about(event.result)
+    if event.reasoning:
+        about["additional_kwargs"] = {**about.get("additional_kwargs", {}), "thinking_delta": event.reasoning}
+    return ChatResponse(message=message, delta=event.text, **about)
+
+
+def _completion_response(so_far: Answer, event: Event) -> CompletionResponse:
+    return CompletionResponse(text=so_far.text, delta=event.text, **_about(event.result))
 
 
 def _about(result: Result | None) -> dict[str, Any]:

@@ -46,12 +46,13 @@ class FLyRoundEvent(BaseEvent):
         return "FLyRoundEvent"
 
 
-def tell_round(event: Event) -> None:
-    """Send the round behind an engine event, if there is one."""
+def tell_round(event: Event, span_id: str | None) -> None:
+    """Send the round behind an engine event, if there is one, as part of the span in which it was asked for."""
     if event.round is not None:
         round_ = event.round
         _dispatcher.event(
             FLyRoundEvent(
+                span_id=span_id,
                 token_ids=list(round_.token_ids),
                 relaxed=list(round_.relaxed),
                 num_draft_tokens=round_.num_draft_tokens,

@@ -30,6 +30,9 @@ def to_chat(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """
     if not messages:
         raise PromptError("there are no messages: give at least one, for example ChatMessage('Hello')")
+    for message in messages:
+        if not isinstance(message, ChatMessage):
+            raise PromptError(f"messages must be ChatMessage objects, got {type(message).__name__}: {message!r:.80}")
     return [_convert(message) for message in messages]
 
 
