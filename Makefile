@@ -10,7 +10,7 @@ SOURCES = fly_llm integrations tests examples
 # Threads that wait politely: with another process on the same cores, spinning ones are several times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-oldest test-wheel lint format clean
+.PHONY: demo test test-oldest test-wheel test-real lint format clean
 
 demo: $(READY)
 	$(BIN)/python examples/rag_langchain.py
@@ -31,6 +31,10 @@ test-wheel: $(READY)
 		.venv-wheel/bin/python tests/wheel_smoke.py || exit 1; \
 	done
 	rm -rf .venv-wheel
+
+# LangChain's integration suite over a model that can choose tools: make test-real MODEL=Qwen/Qwen2.5-7B-Instruct
+test-real: $(READY)
+	FLY_LLM_REAL_MODEL=$(MODEL) $(BIN)/python -m pytest tests/integrations/test_standard.py -k TestReal -rs
 
 lint: $(READY)
 	$(BIN)/ruff check $(SOURCES)

@@ -114,7 +114,7 @@ def test_readme_python(snippet, folder, monkeypatch, capsys):
 
 def test_most_readme_snippets_run():
     bundled = [s for s in SNIPPETS if any(name in s for name in ("from_pretrained()", "ChatFLy(", "FLyLLM("))]
-    assert (len(SNIPPETS), len(bundled)) == (5, 4)
+    assert (len(SNIPPETS), len(bundled)) == (6, 5)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -6,6 +6,8 @@ What a grammar can force is asked of it; what takes a model of some sense is exp
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
@@ -19,6 +21,9 @@ def weights():
     """Held by one engine, so that every test's own model finds them loaded."""
     with FLyEngine.from_pretrained() as engine:
         yield engine.load()
+
+
+REAL_MODEL = os.environ.get("FLY_LLM_REAL_MODEL")
 
 
 class TestUnit(ChatModelUnitTests):
@@ -69,3 +74,24 @@ class TestIntegration(ChatModelIntegrationTests):
     @pytest.mark.xfail(reason=f"{SMALL}: it passes on nothing of what it was told", strict=False)
     def test_unicode_tool_call_integration(self, model):
         super().test_unicode_tool_call_integration(model)
+
+
+@pytest.mark.skipif(not REAL_MODEL, reason="make test-real MODEL=... names a larger model")
+class TestReal(ChatModelIntegrationTests):
+    """A larger model answers; nothing is expected to fail."""
+
+    @property
+    def chat_model_class(self):
+        return ChatFLy
+
+    @property
+    def chat_model_params(self):
+        return {"model": REAL_MODEL, "max_tokens": 256}
+
+    @property
+    def supports_json_mode(self):
+        return True
+
+    @property
+    def supports_model_override(self):
+        return False
