@@ -2,9 +2,9 @@
 
     python benchmarks/bfcl.py --target T --draft D --data bfcl.jsonl
 
-Each row is answered freely (`tool_choice="auto"`) by all three, and under a grammar (`"required"`) by FLy and
-strict. Greedy, so the figures do not depend on what else the machine does. Counts the rows whose calls are all accepted
-by the reference, the relaxed tokens by zone (none may lie in a call), and the rows where FLy's forced calls are strict's.
+Each row is answered freely (`tool_choice="auto"`) by all three, and under a grammar (`"required"`) by FLy and strict.
+Greedy, so the figures do not depend on what else the machine does. Counts the rows whose calls are all accepted
+by the reference, the relaxed tokens by zone (none may be in a call), and rows where FLy's forced calls are strict's.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ def transcript_of(
         in_grammar=constraint is not None,
         reader=reader,
         keep=keep,
+        end_ids=frozenset() if sampling.ignore_eos else pair.target.eos_ids,
     )
     return transcript, constraint
 

@@ -192,9 +192,15 @@ class FLyEngine:
         models = self._handle.models
         if models.is_loaded:
             return of_pair(models.pair().target)
-        if self._facts is None:
-            self._facts = glance(self._specs[0]) if at_hand else look(self._specs[0])
-        return self._facts
+        if self._facts is not None:
+            return self._facts
+        if not at_hand:
+            self._facts = look(self._specs[0])
+            return self._facts
+        found = glance(self._specs[0])
+        if found is not None and found.context_window is not None:  # else another file, or the config's class, may say
+            self._facts = found
+        return found
 
     @property
     def tokenizer(self) -> Any:

@@ -38,16 +38,18 @@ def encode(tokenizer: Any, vocab_size: int, prompt: str | list[Any], template: M
         PromptError: it cannot be rendered, or holds an id the target does not have.
     """
     if isinstance(prompt, str):
-        return encode_text(tokenizer, prompt)
-    if isinstance(prompt[0], Mapping):
+        ids = encode_text(tokenizer, prompt)
+    elif isinstance(prompt[0], Mapping):
         options = {name: value for name, value in template.items() if name != "chat_template_kwargs"}
         if not family_of(tokenizer).renders_tools:
             prompt = explained(normalise(prompt), options.pop("tools", None) or ())
-        return render_chat(tokenizer, prompt, template_kwargs=template.get("chat_template_kwargs"), **options)
-    for token in prompt:
+        ids = render_chat(tokenizer, prompt, template_kwargs=template.get("chat_template_kwargs"), **options)
+    else:
+        ids = prompt
+    for token in ids:
         if not 0 <= token < vocab_size:
             raise PromptError(f"token id {token} is not in the target's vocabulary of {vocab_size} ids")
-    return prompt
+    return ids
 
 
 def run(

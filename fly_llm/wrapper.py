@@ -124,6 +124,8 @@ class EngineFields(BaseModel):
     """The same for the draft model."""
     chat_template: str | Path | None = None
     """A Jinja template, or the path of one, instead of the tokenizer's."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template, `{"enable_thinking": False}` for one; those of a call go over them."""
     dtype: Any = "auto"
     """"auto" (the checkpoint's), "bfloat16", "float16", "float32" or a torch dtype."""
     device_map: Any = None
@@ -240,8 +242,13 @@ class EngineFields(BaseModel):
             self._engine, self._engine_fields = engine, fields
         return engine
 
-    def _call(self, given: Mapping[str, Any], *, ignored: Iterable[str] = ()) -> dict[str, Any]:
+    def _call(self, given: Mapping[str, Any], *, ignored: Iterable[str] = (), chat: bool = True) -> dict[str, Any]:
         """What one call is to use: this instance's settings, under `overrides`, under those given. None is not given.
+
+        Args:
+            given: the arguments of the call.
+            ignored: names among them that mean nothing here.
+            chat: the prompt is a chat, and goes through the chat template.
 
         Raises:
             ConfigError: an unknown name (the nearest is suggested).
@@ -255,6 +262,8 @@ class EngineFields(BaseModel):
             )
         given = without_synonyms(given)
         check_names(given, (*KNOBS, *REQUEST_OPTIONS))
+        if self.chat_template_kwargs and chat:
+            given["chat_template_kwargs"] = {**self.chat_template_kwargs, **(given.get("chat_template_kwargs") or {})}
         return {**self._knobs(), **overridden(), **given}
 
     def _identity(self) -> dict[str, Any]:
@@ -264,6 +273,7 @@ class EngineFields(BaseModel):
         knobs["default_stop"] = knobs.pop("stop")  # LangChain puts the stop strings of a call under the other name
         loading = {name: value for name, value in self._loading().items() if name != "token"}
         names = {"model": self.model, "draft_model": self.draft_model}
+        names["chat_template_kwargs"] = self.chat_template_kwargs
         return {name: _stable(value) for name, value in {**names, **knobs, **loading}.items()}
 
     @property

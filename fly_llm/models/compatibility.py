@@ -72,7 +72,14 @@ PROBE = (
 )
 
 
-def check_tokenizers(target_tokenizer: Any, draft_tokenizer: Any, *, target_name: str, draft_name: str) -> None:
+def check_tokenizers(
+    target_tokenizer: Any,
+    draft_tokenizer: Any,
+    *,
+    target_name: str,
+    draft_name: str,
+    sizes: tuple[int | None, int | None] = (None, None),
+) -> None:
     """Make sure that a token id means the same text to both models.
 
     The vocabularies are compared token by token, added tokens included. The sizes of the models' embedding matrices
@@ -80,10 +87,21 @@ def check_tokenizers(target_tokenizer: Any, draft_tokenizer: Any, *, target_name
     a GGUF file spells such padding. A probe text is then encoded with both, because equal vocabularies can still be
     used with different merges, normalisers or splits.
 
+    Args:
+        target_tokenizer: the target's.
+        draft_tokenizer: the draft model's.
+        target_name: for the error.
+        draft_name: for the error.
+        sizes: widths of the two models' logits, where they are known: a token that its own model does not have (one
+            that a GGUF tokenizer is given on top) plays no part.
+
     Raises:
         TokenizerMismatchError: names the first difference, and what to do.
     """
-    ours, theirs = _tokens_by_id(target_tokenizer), _tokens_by_id(draft_tokenizer)
+    ours, theirs = (
+        {i: token for i, token in _tokens_by_id(tokenizer).items() if size is None or i < size}
+        for tokenizer, size in zip((target_tokenizer, draft_tokenizer), sizes, strict=True)
+    )
     if ours != theirs:
         first = min(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
         what = f"id {first} is {_quote(first, theirs)} in its vocabulary and {_quote(first, ours)} in the target's"
@@ -123,7 +141,7 @@ def _mismatch(target_name: str, draft_name: str, what: str) -> TokenizerMismatch
     return TokenizerMismatchError(
         f"draft model {draft_name!r} does not share the tokenizer of target {target_name!r}: {what}. Its proposals "
         "would be other words to the target. Choose a draft model of the target's family (for example "
-        "Qwen2.5-0.5B-Instruct for Qwen2.5-7B-Instruct), or draft=None to draft by prompt lookup"
+        "Qwen2.5-0.5B-Instruct for Qwen2.5-7B-Instruct), or none (draft_model=None, or draft=None) to draft by prompt lookup"
     )
 
 

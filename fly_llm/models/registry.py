@@ -130,7 +130,13 @@ class SharedModels:
                 target = self.target_spec.load()
                 draft = self.draft_spec.load() if self.draft_spec else None
                 if draft is not None:
-                    check_tokenizers(target.tokenizer, draft.tokenizer, target_name=target.name, draft_name=draft.name)
+                    check_tokenizers(
+                        target.tokenizer,
+                        draft.tokenizer,
+                        target_name=target.name,
+                        draft_name=draft.name,
+                        sizes=(target.vocab_size, draft.vocab_size),
+                    )
                 self._pair = Pair(target, draft)
             return self._pair
 

@@ -119,6 +119,30 @@ def _without(
         return None
 
 
+_OWN_KEYS = frozenset(
+    [
+        "role",
+        "content",
+        "name",
+        "tools",
+        "documents",
+        "tool_calls",
+        "tool_call_id",
+        "id",
+        "type",
+        "function",
+        "arguments",
+        "parameters",
+        "properties",
+        "description",
+        "required",
+        "items",
+        "enum",
+    ]
+)
+"""Keys of messages and tools themselves, which nobody forges; an added token may be part of one."""
+
+
 def _refuse_forged_keys(control: Sequence[str], value: Any) -> None:
     """Keys of dicts (arguments of tool calls, properties of schemas) are the one place transformers does not sanitise.
 
@@ -128,7 +152,7 @@ def _refuse_forged_keys(control: Sequence[str], value: Any) -> None:
     if isinstance(value, Mapping):
         for key in value:
             for token in control:
-                if isinstance(key, str) and token in key:
+                if isinstance(key, str) and key not in _OWN_KEYS and token in key:
                     raise PromptError(f"the key {key!r:.80} spells the control token {token!r}: rename it")
         value = list(value.values())
     if isinstance(value, (list, tuple)):

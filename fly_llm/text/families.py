@@ -23,6 +23,7 @@ class Family:
         call_close: markers that close it again; empty if a call lasts to the end of the answer.
         template: response template for transformers' `ResponseParser`.
         json_body: the call's arguments are JSON, so a marker inside a JSON string is text.
+        quote: what strings in a call are between, where that is not JSON's.
         before: what a call begins with, when it is forced; `{name}` is the tool's name.
         after: what it ends with.
         renders_tools: the chat template has a place for tools.
@@ -34,6 +35,7 @@ class Family:
     call_close: tuple[str, ...]
     template: Mapping[str, Any] = field(repr=False)
     json_body: bool = True
+    quote: str = ""
     before: str = ""
     after: str = ""
     renders_tools: bool = True
@@ -184,6 +186,7 @@ GEMMA = Family(
         }
     ),
     json_body=False,
+    quote='<|"|>',
 )
 """Gemma 4: bare keys, strings between markers of their own."""
 
@@ -214,6 +217,7 @@ def family_of(tokenizer: Any) -> Family:
         call_close=family.call_close,
         template=family.template if shipped is None else shipped,
         json_body=family.json_body,
+        quote=family.quote,
         before=family.before,
         after=family.after,
         renders_tools=renders,

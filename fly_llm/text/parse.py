@@ -23,7 +23,12 @@ logger = logging.getLogger("fly_llm")
 
 _HIDDEN = {ord(char): 0xE000 + ord(char) for char in "<[|;`"}
 """First characters of markers, and what stands for them inside a JSON string (the private use area of Unicode)."""
-_SHOWN = {hidden: char for char, hidden in _HIDDEN.items()}
+_HIDDEN_QUOTED = {ord("_"): 0xE000 + ord("_")}
+"""The same where strings have quotes that begin like markers, but hold none of this."""
+_SHOWN = {hidden: char for char, hidden in (_HIDDEN | _HIDDEN_QUOTED).items()}
+_LONGEST_OPENER = 400
+_OF_CALLS = ("tool_calls", "bare_call", "ignored")
+"""Fields of a response template that nobody looks for where there are no tools."""
 _ID_ALPHABET = string.ascii_letters + string.digits
 
 
@@ -58,7 +63,7 @@ class Reader:
         template = dict(family.template)
         if not calls:
             fields = template["fields"].items()
-            template["fields"] = {name: value for name, value in fields if name not in ("tool_calls", "bare_call")}
+            template["fields"] = {name: value for name, value in fields if name not in _OF_CALLS}
         self._family = family
         self._template = template
         self._tools: list[Any] = list(tools or [])
@@ -68,17 +73,22 @@ class Reader:
         self._seen: list[str] = []  # the answer so far, until it has shown that it is no call without markers
         self._region = ""  # the field that is open
         self._raw = ""  # its text
+        self._opener = ""  # what opened it
+        self._last = ""  # the last characters, which hold what opened a field when it opens
         self._quoted = self._escaped = False  # within a JSON string of a call
         self._skip_space = False
-        self._parser = self._new_parser(opened)
+        self._cut = False  # the answer ended within a call
+        self._spec, self._parser = self._new_parser(opened)
         for event in self._parser.initial_events:
             if event["type"] == "region_open":
                 self._region = event["field"]
 
-    def _new_parser(self, prefix: str) -> Any:
+    def _new_parser(self, prefix: str) -> tuple[Any, Any]:
         from transformers.utils.chat_parsing import ResponseParser
+        from transformers.utils.chat_parsing.response_templates import load_response_template
 
-        return ResponseParser(self._template, prefix=prefix, tools=self._tools)
+        spec = load_response_template(self._template)
+        return spec, ResponseParser(spec, prefix=prefix, tools=self._tools)
 
     def push(self, text: str) -> list[Piece]:
         """Takes the next characters. Returns what became certain with them."""
@@ -87,6 +97,7 @@ class Reader:
     def finish(self) -> list[Piece]:
         """The answer is over. Returns what was held, a call that was never closed as invalid."""
         pieces: list[Piece] = []
+        self._cut = self._is_cut()
         try:
             _, events = self._parser.finalize()
             pieces.extend(self._pieces(events))
@@ -94,17 +105,31 @@ class Reader:
             pieces.extend(self._lost(error))
         return pieces
 
+    def _is_cut(self) -> bool:
+        """Whether a call that the answer ends in is cut short. JSON shows by itself that it is whole."""
+        field = self._spec.fields.get("tool_calls")
+        if field is None or field.content == "json" or field.close_re is None:
+            return False
+        return all(match.end() < len(self._last) for match in field.close_re.finditer(self._last))
+
     def _push(self, char: str) -> Iterator[Piece]:
         fed = char
+        self._last = (self._last + char)[-_LONGEST_OPENER:]
         if self._region != "content":
             self._seen.append(char)
-        if self._region in ("tool_calls", "bare_call") and self._family.json_body:
+        if self._region == "bare_call" or (self._region == "tool_calls" and self._family.json_body):
             fed = self._hide(char)
+        elif self._region == "tool_calls" and self._family.quote:
+            self._quoted ^= self._last.endswith(self._family.quote)
+            fed = char.translate(_HIDDEN_QUOTED) if self._quoted else char
         try:
             events = self._parser.feed(fed)
         except Exception as error:
+            rest = self._behind_close()
             yield from self._lost(error)
-            self._parser = self._new_parser("")
+            self._spec, self._parser = self._new_parser("")
+            self._seen.clear()
+            yield from (piece for char in rest for piece in self._push(char))
             return
         yield from self._pieces(events)
 
@@ -123,7 +148,7 @@ class Reader:
         for event in events:
             name = event["field"]
             if event["type"] == "region_open":
-                self._region, self._raw = name, ""
+                self._region, self._raw, self._opener = name, "", self._opener_of(name)
                 self._quoted = self._escaped = False
             elif event["type"] == "region_chunk":
                 text = event["text"].translate(_SHOWN)
@@ -135,10 +160,22 @@ class Reader:
             else:
                 self._skip_space = self._skip_space or name != "content"
                 if name == "tool_calls":
-                    yield from self._calls(event["value"])
+                    yield from self._calls(self._raw if self._cut else event["value"])
                 elif name == "bare_call":
                     yield from self._bare(event["value"])
                 self._region = ""
+
+    def _opener_of(self, name: str) -> str:
+        """The text that has just opened a field."""
+        pattern = self._spec.fields[name].open_re
+        found = [match.group().lstrip() for match in pattern.finditer(self._last)] if pattern is not None else []
+        return found[-1] if found else ""
+
+    def _behind_close(self) -> str:
+        """The last characters, which come after what closed the field that is open."""
+        pattern = self._spec.fields[self._region].close_re if self._region else None
+        ends = [match.end() for match in pattern.finditer(self._last)] if pattern is not None else []
+        return self._last[ends[-1] :] if ends else ""
 
     def _without_space(self, text: str) -> str:
         """Content without the space that parts it from reasoning or a call before it."""
@@ -158,7 +195,10 @@ class Reader:
 
     def _found(self, value: Any) -> list[tuple[str, dict[str, Any]]]:
         """The calls in a value, their arguments in the types of the tools' schemas."""
-        return [(name, _typed(arguments, self._schemas.get(name, {}))) for name, arguments in _calls_of(value)]
+        try:
+            return [(name, _typed(arguments, self._schemas.get(name, {}))) for name, arguments in _calls_of(value)]
+        except RecursionError:
+            return []  # brackets in brackets in brackets, as a model writes them that repeats itself
 
     def _bare(self, value: Any) -> Iterator[Piece]:
         """A call without markers, if it is one of the tools; else the answer simply began like one."""
@@ -178,16 +218,15 @@ class Reader:
             return
         raw = self._raw
         for marker in self._family.call_open:  # a stray marker: the call is behind the last one
-            head, _, tail = raw.rpartition(marker)
-            found = self._found({"function": _parsed(tail)}) if head else []
+            head, stray, tail = raw.rpartition(marker)
+            found = self._found({"function": tail}) if stray else []
             if found:
                 if text := head.strip():
                     yield Piece("content", text)
                 yield from _call_pieces(tail, found)
                 return
-        whole = (self._family.call_open[0] if self._family.call_open else "") + raw
         problem = "it is not a JSON object with a name and arguments"
-        yield Piece("invalid", raw, InvalidToolCall(new_id(), whole, problem))
+        yield Piece("invalid", raw, InvalidToolCall(new_id(), self._opener + raw, problem))
 
 
 def _call_pieces(raw: str, found: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[Piece]:
@@ -231,7 +270,7 @@ def _collect(value: Any) -> list[tuple[str, dict[str, Any]] | None]:
         return [call for item in value for call in _collect(item)]
     if not isinstance(value, dict):
         return [None]
-    if "function" in value and not isinstance(value["function"], str):
+    if "function" in value and not {"arguments", "parameters"} & value.keys():
         return _collect(value["function"])
     name, arguments = value.get("name") or value.get("function"), value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):

@@ -34,6 +34,7 @@ class Transcript:
         in_grammar: the whole answer is under a grammar.
         reader: parts the answer into content, reasoning and calls; without one, all of it is content.
         keep: special tokens that the reader and the zones need to see.
+        end_ids: tokens that end the answer and write nothing, special or not.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class Transcript:
         in_grammar: bool = False,
         reader: Reader | None = None,
         keep: Collection[int] = (),
+        end_ids: Collection[int] = frozenset(),
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, keep)
+        self._end_ids = end_ids
         self._reader = reader
         self._zones = zones if zones is not None else Zones(HERMES)
         self._strict_zones = frozenset(strict_zones)
@@ -70,7 +73,7 @@ class Transcript:
     def cut(self, token_ids: Sequence[int]) -> int | None:
         """Take a round's tokens. Returns how many of them to keep if a stop string was completed, else None."""
         for i, token in enumerate(token_ids):
-            text = self._detokenizer.push(token)
+            text = "" if token in self._end_ids else self._detokenizer.push(token)
             self._zone_of.append("grammar" if self._in_grammar else self._zones.push(text))
             self._spans.append((self._written, self._written))
             if self._take_in(text):

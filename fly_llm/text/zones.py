@@ -55,6 +55,7 @@ class Zones:
 
     def __init__(self, family: Family, opened: str = "") -> None:
         self._opens, self._closes = family.call_open, family.call_close
+        self._json_body, self._quote = family.json_body, family.quote
         markers = (*family.call_open, *family.call_close, THINK_OPEN, THINK_CLOSE, _FENCE)
         self._longest = max(map(len, markers))
         self._state = self._after(_State(), opened)
@@ -97,9 +98,9 @@ class Zones:
                 return _State("tool", started=True)
             return replace(_in_json(state, char), tail=tail)
         if state.zone == "tool":
-            return _State(started=True) if self._closes and tail.endswith(self._closes) else replace(state, tail=tail)
+            return self._in_tool(state, char, tail)
         if state.zone == "reasoning":
-            return _State() if tail.endswith(THINK_CLOSE) else replace(state, tail=tail)
+            return _State(started=state.started) if tail.endswith(THINK_CLOSE) else replace(state, tail=tail)
         if state.zone in ("code", "json"):
             return _in_fence(state, char, tail)
         if tail.endswith(self._opens):
@@ -108,9 +109,19 @@ class Zones:
             return _State("reasoning", started=state.started)
         if tail.endswith(_FENCE):
             return _State("code", fence="", started=True)
-        if not state.started and char in "{[":
+        if not state.started and tail.lstrip() in ("{", "["):
             return _State("json", tail=tail, depth=1, started=True)
         return replace(state, tail=tail, started=state.started or not (char.isspace() or _may_be(tail, self._opens)))
+
+    def _in_tool(self, state: _State, char: str, tail: str) -> _State:
+        """One more character of a tool call; a marker inside one of its strings is text."""
+        if not state.quoted and self._closes and tail.endswith(self._closes):
+            return _State(started=True)
+        if self._json_body:
+            state = _in_string(state, char)
+        elif self._quote and tail.endswith(self._quote):
+            return replace(state, tail="", quoted=not state.quoted)
+        return replace(state, tail=tail)
 
 
 def _may_be(tail: str, markers: Collection[str]) -> bool:
@@ -129,6 +140,15 @@ def _in_json(state: _State, char: str) -> _State:
         return replace(state, quoted=True)
     depth = state.depth + (char in "{[") - (char in "}]")
     return replace(state, depth=depth) if depth else _State(started=True)
+
+
+def _in_string(state: _State, char: str) -> _State:
+    """One more character of JSON that may be broken: its strings end with their line, as they do in the parser."""
+    if state.escaped:
+        return replace(state, escaped=False)
+    if state.quoted and char == "\\":
+        return replace(state, escaped=True)
+    return replace(state, quoted=not state.quoted) if char == '"' or (state.quoted and char == "\n") else state
 
 
 def _in_fence(state: _State, char: str, tail: str) -> _State:

@@ -25,12 +25,34 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from fly_llm.config import DEFAULT_MAX_TOKENS
 from fly_llm.types import Event, Round
-from fly_llm.wrapper import EngineFields
+from fly_llm.wrapper import LOADING, EngineFields
 from langchain_fly.callbacks import FLyChatChunk, atell_rounds, awith_rounds, tell_rounds, with_rounds
 from langchain_fly.common import core_errors, ls_params, metadata, usage_metadata
 from langchain_fly.messages import to_chat
 from langchain_fly.structured import openai_format, request_for, with_raw
 
+_PROFILE_KEYS = frozenset(
+    [
+        "name",
+        "open_weights",
+        "max_input_tokens",
+        "max_output_tokens",
+        "text_inputs",
+        "text_outputs",
+        "image_inputs",
+        "image_outputs",
+        "audio_inputs",
+        "audio_outputs",
+        "video_inputs",
+        "video_outputs",
+        "reasoning_output",
+        "tool_calling",
+        "tool_choice",
+        "structured_output",
+        "temperature",
+    ]
+)
+"""Of a profile that was made here; one that a user gave is left alone."""
 _HAS_GRAMMARS = importlib.util.find_spec("llguidance") is not None
 
 
@@ -52,6 +74,17 @@ class ChatFLy(EngineFields, BaseChatModel):
 
     streaming: bool = False
     """Stream inside `invoke` as well, so that callbacks see tokens."""
+
+    def _settle(self) -> None:
+        super()._settle()
+        if self.profile is not None and self.profile.keys() == _PROFILE_KEYS:  # made here, perhaps for another model
+            self.profile = self._resolve_model_profile()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        changes = name in ("model", "max_tokens", *LOADING) and self.profile is not None
+        if changes and self.profile is not None and self.profile.keys() == _PROFILE_KEYS:
+            super().__setattr__("profile", self._resolve_model_profile())
 
     def __repr_args__(self) -> Any:
         """Without the profile, which hides what was set."""

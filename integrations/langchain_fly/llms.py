@@ -59,7 +59,7 @@ class FLyLLM(EngineFields, BaseLLM):
         """The settings among the arguments of a call."""
         given = {name: value for name, value in kwargs.items() if name in (*KNOBS, "max_new_tokens")}
         with core_errors():
-            call = self._call(given)
+            call = self._call(given, chat=False)
         return {name: call[name] for name in (name.replace("max_new_", "max_") for name in given)}
 
     def _generate(
@@ -116,7 +116,8 @@ class FLyLLM(EngineFields, BaseLLM):
 
     def _options(self, stop: list[str] | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of one call."""
-        return self._call({**kwargs, "stop": stop if stop is not None else kwargs.get("stop")}, ignored=("stream",))
+        given = {**kwargs, "stop": stop if stop is not None else kwargs.get("stop")}
+        return self._call(given, ignored=("stream",), chat=False)
 
     def _chunks(self, prompt: str, stop: list[str] | None, kwargs: Mapping[str, Any]) -> Generator[FLyTextChunk]:
         with core_errors(), self._get_engine().stream(prompt, **self._options(stop, kwargs)) as events:

@@ -172,7 +172,8 @@ class FLyLLM(EngineFields, CustomLLM, FunctionCallingLLM):
         self, prompt: Prompt, kwargs: Mapping[str, Any], respond: Callable[[Answer, Event], Response]
     ) -> Generator[Response]:
         """Settle a request now; it is queued when the generator of its responses is first read."""
-        engine, call, span_id = self._get_engine(), self._call(kwargs), active_span_id.get()
+        engine, span_id = self._get_engine(), active_span_id.get()
+        call = self._call(kwargs, chat=not isinstance(prompt, str))
 
         def responses() -> Generator[Response]:
             with engine.stream(prompt, **call) as events:
@@ -188,7 +189,8 @@ class FLyLLM(EngineFields, CustomLLM, FunctionCallingLLM):
         self, prompt: Prompt, kwargs: Mapping[str, Any], respond: Callable[[Answer, Event], Response]
     ) -> AsyncGenerator[Response]:
         """`_run` for an event loop."""
-        engine, call, span_id = self._get_engine(), self._call(kwargs), active_span_id.get()
+        engine, span_id = self._get_engine(), active_span_id.get()
+        call = self._call(kwargs, chat=not isinstance(prompt, str))
 
         async def responses() -> AsyncGenerator[Response]:
             async with contextlib.aclosing(engine.astream(prompt, **call)) as events:  # type: ignore[type-var]
