@@ -20,12 +20,20 @@ from langchain_fly import ChatFLy
 TEXT = Path(__file__).parent / "data" / "digital_services_playbook.md"
 
 
-def long_conversation() -> list[BaseMessage]:
-    """A text, read aloud twice, part by part; then a question about the last part."""
+def long_conversation(times: int = 2) -> list[BaseMessage]:
+    """A text, read aloud several times, part by part; then a question about the last part."""
     messages: list[BaseMessage] = [SystemMessage("You are a helpful assistant.")]
-    for part in TEXT.read_text(encoding="utf-8").split("\n## ")[1:] * 2:
+    for part in TEXT.read_text(encoding="utf-8").split("\n## ")[1:] * times:
         messages += [HumanMessage(f"Read {part.split(':')[0]} to me."), AIMessage(part)]
     return [*messages, HumanMessage("Summarize this play in one sentence.")]
+
+
+def too_long(llm: ChatFLy) -> list[BaseMessage]:
+    """A conversation that does not fit, whatever the model's context window."""
+    times = 1
+    while llm.get_num_tokens_from_messages(long_conversation(times)) <= llm.profile["max_input_tokens"]:
+        times *= 2
+    return long_conversation(times)
 
 
 def with_trimming(llm: ChatFLy, keep: int) -> Runnable:
@@ -44,7 +52,9 @@ def main(
 ) -> tuple[ContextOverflowError | None, AIMessage]:
     # The bundled model is computed in float32, the fastest on most CPUs; for others, the checkpoint decides.
     llm = ChatFLy(model=model, dtype="auto" if model else "float32", max_tokens=max_tokens)
-    messages = list(messages or long_conversation())
+    if messages is None:
+        messages = too_long(llm)
+    messages = list(messages)
     total = llm.get_num_tokens_from_messages(messages)
 
     overflow = None

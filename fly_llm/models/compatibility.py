@@ -141,7 +141,8 @@ def _mismatch(target_name: str, draft_name: str, what: str) -> TokenizerMismatch
     return TokenizerMismatchError(
         f"draft model {draft_name!r} does not share the tokenizer of target {target_name!r}: {what}. Its proposals "
         "would be other words to the target. Choose a draft model of the target's family (for example "
-        "Qwen2.5-0.5B-Instruct for Qwen2.5-7B-Instruct), or none (draft_model=None, or draft=None) to draft by prompt lookup"
+        "Qwen2.5-0.5B-Instruct for Qwen2.5-7B-Instruct), or none (draft_model=None, or draft=None) to draft by prompt "
+        "lookup"
     )
 
 

@@ -83,7 +83,7 @@ class Constraint:
             return logits
         walked = self._walk(tentative)
         if walked < len(tentative):
-            self._matcher.rollback(walked)
+            self._back(walked)
             return logits
         bits = allocate_token_bitmask(n + 1, self._vocab_size)
         for i in range(n + 1):
@@ -96,7 +96,7 @@ class Constraint:
             if i == n or not self._consume(draft_ids[i]):
                 break
             walked += 1
-        self._matcher.rollback(walked)
+        self._back(walked)
         allowed = (bits[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1
         forbidden = (allowed.reshape(n + 1, -1)[:, : logits.shape[1]] == 0).to(logits.device)
         if forbidden.shape[1] < logits.shape[1]:
@@ -111,7 +111,7 @@ class Constraint:
         found = [] if walked < len(tentative) else list(self._matcher.compute_ff_tokens())[:max_tokens]
         if found:
             found = found[: self._matcher.validate_tokens(found)]
-        self._matcher.rollback(walked)
+        self._back(walked)
         return found
 
     def allowed(self, tentative: Sequence[int], draft_ids: Sequence[int]) -> int:
@@ -119,7 +119,7 @@ class Constraint:
         if self._ended:
             return len(draft_ids)
         walked = self._walk([*tentative, *draft_ids])
-        self._matcher.rollback(walked)
+        self._back(walked)
         return max(0, walked - len(tentative))
 
     def commit(self, token_ids: Sequence[int]) -> None:
@@ -137,6 +137,11 @@ class Constraint:
                 break
             walked += 1
         return walked
+
+    def _back(self, walked: int) -> None:
+        """Undo `_walk`."""
+        if walked and not self._matcher.rollback(walked):
+            raise RuntimeError(f"the state of the grammar was lost: {self._matcher.get_error():.300}")
 
     def _consume(self, token: int) -> bool:
         """One token further. False, and no step, if the grammar does not allow it or has ended."""

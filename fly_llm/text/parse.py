@@ -237,10 +237,15 @@ def _call_pieces(raw: str, found: Sequence[tuple[str, dict[str, Any]]]) -> Itera
 
 def _parsed(text: str) -> Any:
     """The JSON values of a text that holds nothing else: one, or a list of several; None if it holds more."""
-    decoder, values, at = json.JSONDecoder(), [], 0
     text = text.strip()
-    if text.startswith("{{") and text.endswith("}}"):  # copied from a prompt whose braces were doubled by mistake
-        text = text[1:-1]
+    if text.startswith("{{"):  # copied from a prompt whose braces were doubled by mistake
+        return _values(text[1:]) or (_values(text[1:-1]) if text.endswith("}}") else None)
+    return _values(text)
+
+
+def _values(text: str) -> Any:
+    """`_parsed`, braces as they are."""
+    decoder, values, at = json.JSONDecoder(), [], 0
     while at < len(text):
         try:
             value, at = decoder.raw_decode(text, at)

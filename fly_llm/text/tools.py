@@ -112,7 +112,8 @@ def _choice(given: Any, names: Sequence[str]) -> str:
         function = given.get("function")
         name = function.get("name") if isinstance(function, Mapping) else given.get("name")
         given = name if name is not None else given.get("type")
-    choice = {None: "auto", False: "none", True: "required", "any": "required"}.get(given, given)
+    words = {None: "auto", False: "none", True: "required", "any": "required"}
+    choice = words.get(given, given) if given is None or isinstance(given, (bool, str)) else None
     if not isinstance(choice, str) or choice not in ("auto", "none", "required", *names):
         known = ", ".join(map(repr, ("auto", "none", "required", "any", *names)))
         raise ConfigError(
@@ -198,9 +199,15 @@ _ADDED = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call�
 
 
 def _marker(tokenizer: Any, marker: str) -> str:
-    """A marker in a grammar: by its id where it is one added token, which the grammar knows by id alone."""
-    ids = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
-    return f"<[{ids[marker]}]>" if marker in ids else json.dumps(marker, ensure_ascii=False)
+    """A marker in a grammar: by its id where it is one added token, which the grammar knows by id alone.
+
+    llguidance takes an added token for text where it is not special and not in angle brackets; by its id, it could not
+    be rolled back.
+    """
+    ids = {token.content: (number, token.special) for number, token in tokenizer.added_tokens_decoder.items()}
+    number, special = ids.get(marker, (None, False))
+    by_id = number is not None and (special or (marker.startswith("<") and marker.endswith(">")))
+    return f"<[{number}]>" if by_id else json.dumps(marker, ensure_ascii=False)
 
 
 def explained(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -71,12 +71,20 @@ class Zones:
         return zone
 
     def peek(self, texts: Iterable[str]) -> list[Zone]:
-        """The zone of each of several tokens, if they followed. Changes nothing."""
+        """The zone of each of several tokens, if they followed. Changes nothing.
+
+        A token that begins a marker of a tool call, or goes on with one, counts as part of the call that it may open:
+        where a marker is several tokens, relaxing one of them could make a call of what is none.
+        """
         state, zones = self._state, []
         for text in texts:
             zone, state = self._of(state, text)
-            zones.append(zone)
+            zones.append("tool" if zone == "text" and self._may_open(state.tail) else zone)
         return zones
+
+    def _may_open(self, tail: str) -> bool:
+        """Whether a text ends with the beginning of a call's marker."""
+        return any(tail.endswith(marker[:n]) for marker in self._opens for n in range(1, len(marker)))
 
     def _of(self, state: _State, text: str) -> tuple[Zone, _State]:
         """The zone of a piece, and the state behind it: of several zones it touches, the one that matters most."""

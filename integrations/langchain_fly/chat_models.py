@@ -196,7 +196,8 @@ class ChatFLy(EngineFields, BaseChatModel):
             given["tools"] = [convert_to_openai_tool(tool) for tool in given["tools"]]
         if given.get("response_format") is not None:
             given["response_format"] = openai_format(given["response_format"])
-        return self._call(given, ignored=("stream", "strict" if given.get("tools") else "stream"))
+        structured = given.get("tools") or given.get("response_format")  # whose schemas are always followed strictly
+        return self._call(given, ignored=("stream", "strict") if structured else ("stream",))
 
     def _generate(
         self,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from operator import itemgetter
 from typing import Any
 
 from langchain_core.exceptions import OutputParserException
+from langchain_core.messages import BaseMessage
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
+from langchain_core.output_parsers.transform import BaseCumulativeTransformOutputParser
 from langchain_core.outputs import Generation
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
@@ -41,12 +43,14 @@ def request_for(schema: Any, method: str) -> tuple[dict[str, Any], Runnable[Any,
         tool = convert_to_openai_tool(schema)
         name = tool["function"]["name"]
         calls: Runnable[Any, Any] = (
-            PydanticToolsParser(tools=[pydantic], first_tool_only=True)
+            _WholePydanticToolsParser(tools=[pydantic], first_tool_only=True)
             if pydantic is not None
-            else JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
+            else _WholeKeyToolsParser(key_name=name, first_tool_only=True)
         )
         return {"tools": [tool], "tool_choice": name, **traced}, calls
-    parser: Runnable[Any, Any] = _WholePydanticParser(pydantic_object=pydantic) if pydantic is not None else _Whole()
+    parser: Runnable[Any, Any] = (
+        _WholePydanticParser(pydantic_object=pydantic) if pydantic is not None else _WholeJsonParser()
+    )
     if method == "json_mode":
         return {"response_format": {"type": "json_object"}, **traced}, parser
     return {"response_format": json_schema_format(schema), **traced}, parser
@@ -65,20 +69,48 @@ def with_raw(llm: Runnable[Any, Any], parser: Runnable[Any, Any]) -> Runnable[An
     return RunnableMap(raw=llm) | fine.with_fallbacks([failed], exception_key="parsing_error")
 
 
-class _Whole(JsonOutputParser):
-    """JSON that is whole: LangChain's parser closes the brackets of what was cut short, and takes it for the answer."""
+class _Whole(BaseCumulativeTransformOutputParser[Any]):
+    """Refuses answers that were cut short: LangChain's parsers close their brackets, and take them for whole."""
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
-        message = getattr(result[0], "message", None)
-        if not partial and message is not None and message.response_metadata.get("finish_reason") == "length":
-            raise OutputParserException(
-                "the answer was cut short (finish_reason 'length'): give it a larger max_tokens",
-                llm_output=message.text,
-            )
+        if not partial:
+            _refuse_cut(getattr(result[0], "message", None))
         return super().parse_result(result, partial=partial)
+
+    def _transform(self, input: Iterator[str | BaseMessage]) -> Iterator[Any]:
+        last: list[str | BaseMessage] = []
+        watched = (last.append(piece) or piece for piece in input)  # type: ignore[func-returns-value]
+        yield from super()._transform(watched)
+        _refuse_cut(last[-1] if last else None)
+
+    async def _atransform(self, input: AsyncIterator[str | BaseMessage]) -> AsyncIterator[Any]:
+        last: list[str | BaseMessage] = []
+        watched = (last.append(piece) or piece async for piece in input)  # type: ignore[func-returns-value]
+        async for parsed in super()._atransform(watched):
+            yield parsed
+        _refuse_cut(last[-1] if last else None)
+
+
+def _refuse_cut(message: Any) -> None:
+    if isinstance(message, BaseMessage) and message.response_metadata.get("finish_reason") == "length":
+        raise OutputParserException(
+            "the answer was cut short (finish_reason 'length'): give it a larger max_tokens", llm_output=message.text
+        )
+
+
+class _WholeJsonParser(_Whole, JsonOutputParser):
+    """JSON that is whole."""
 
 
 class _WholePydanticParser(_Whole, PydanticOutputParser[Any]):
+    """The same, into a pydantic object."""
+
+
+class _WholeKeyToolsParser(_Whole, JsonOutputKeyToolsParser):
+    """The arguments of a call that is whole."""
+
+
+class _WholePydanticToolsParser(_Whole, PydanticToolsParser):
     """The same, into a pydantic object."""
 
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import importlib.util
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_messages_to_prompt
 from llama_index.core.base.llms.types import (
@@ -33,10 +33,14 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection, default_completion_to_prompt
+from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
 from llama_index.core.tools.types import BaseTool
+from llama_index.core.types import PydanticProgramMode
 from llama_index.llms.fly.events import tell_round
 from llama_index.llms.fly.messages import to_chat
+from llama_index.llms.fly.structured import parsed, partly, response_format
 from llama_index_instrumentation.span import active_span_id
+from pydantic import BaseModel
 
 from fly_llm.config import DEFAULT_MAX_TOKENS
 from fly_llm.engine import Prompt
@@ -45,6 +49,7 @@ from fly_llm.types import Event, Result
 from fly_llm.wrapper import EngineFields
 
 _HAS_GRAMMARS = importlib.util.find_spec("llguidance") is not None
+Model = TypeVar("Model", bound=BaseModel)
 Response = TypeVar("Response", ChatResponse, CompletionResponse)
 
 
@@ -135,6 +140,100 @@ class FLyLLM(EngineFields, CustomLLM, FunctionCallingLLM):
         """`stream_complete` without blocking the event loop."""
         await self._alook()
         return self._arun(self._completion_prompt(prompt, formatted), kwargs, _completion_response)
+
+    async def apredict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
+        """As in LlamaIndex, which asks for `metadata` first: a model's files are read beside the event loop."""
+        await self._alook()
+        return str(await super().apredict(prompt, **prompt_args))
+
+    async def astream(self, prompt: BasePromptTemplate, **prompt_args: Any) -> Any:
+        """See `apredict`."""
+        await self._alook()
+        return await super().astream(prompt, **prompt_args)
+
+    async def apredict_and_call(self, *args: Any, **kwargs: Any) -> Any:
+        """See `apredict`."""
+        await self._alook()
+        return await super().apredict_and_call(*args, **kwargs)
+
+    def structured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Model:
+        """An object of `output_cls`, held to its schema by a grammar.
+
+        Raises:
+            ValueError: the answer was cut short.
+        """
+        if not self._holds_schemas:
+            return cast("Model", super().structured_predict(output_cls, prompt, llm_kwargs, **prompt_args))
+        call = {"response_format": response_format(output_cls), **(llm_kwargs or {})}
+        return cast("Model", parsed(output_cls, self.chat(self._get_messages(prompt, **prompt_args), **call)))
+
+    async def astructured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Model:
+        """See `structured_predict`."""
+        await self._alook()
+        if not self._holds_schemas:
+            return cast("Model", await super().astructured_predict(output_cls, prompt, llm_kwargs, **prompt_args))
+        call = {"response_format": response_format(output_cls), **(llm_kwargs or {})}
+        return cast("Model", parsed(output_cls, await self.achat(self._get_messages(prompt, **prompt_args), **call)))
+
+    def stream_structured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Generator[Any, None, None]:
+        """`structured_predict` piece by piece: objects with what is there so far, and at last the whole one."""
+        if not self._holds_schemas:
+            yield from super().stream_structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
+            return
+        call = {"response_format": response_format(output_cls), **(llm_kwargs or {})}
+        found = response = None
+        for response in self.stream_chat(self._get_messages(prompt, **prompt_args), **call):
+            if (found := partly(output_cls, response, found)) is not None:
+                yield found
+        assert response is not None
+        yield parsed(output_cls, response)
+
+    async def astream_structured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> AsyncGenerator[Any, None]:
+        """`stream_structured_predict` for an event loop."""
+        await self._alook()
+        if not self._holds_schemas:
+            return await super().astream_structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
+        call = {"response_format": response_format(output_cls), **(llm_kwargs or {})}
+        responses = await self.astream_chat(self._get_messages(prompt, **prompt_args), **call)
+
+        async def objects() -> AsyncGenerator[Any, None]:
+            found = response = None
+            async for response in responses:
+                if (found := partly(output_cls, response, found)) is not None:
+                    yield found
+            assert response is not None
+            yield parsed(output_cls, response)
+
+        return objects()
+
+    @property
+    def _holds_schemas(self) -> bool:
+        """Structured prediction is done here, unless another way was asked for."""
+        return self.metadata.is_function_calling_model and self.pydantic_program_mode == PydanticProgramMode.DEFAULT
 
     @property
     def _has_own_messages_to_prompt(self) -> bool:
