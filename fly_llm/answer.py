@@ -9,7 +9,7 @@ from typing import Any
 from fly_llm.config import FLyConfig, SamplingConfig
 from fly_llm.models.registry import Pair
 from fly_llm.text.constrain import Constraint, grammar_tokenizer
-from fly_llm.text.families import family_of
+from fly_llm.text.families import THINK_CLOSE, THINK_OPEN, Family, family_of
 from fly_llm.text.parse import Reader, opened_by
 from fly_llm.text.tools import Structure
 from fly_llm.text.transcript import Transcript
@@ -32,13 +32,15 @@ def transcript_of(
             pair.grammar_tokenizer = grammar_tokenizer(tokenizer, pair.target.vocab_size, pair.target.eos_ids)
         constraint = Constraint(pair.grammar_tokenizer, grammar, pair.target.eos_ids)
     reader, keep = None, frozenset[int]()
+    added = {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    markers = {number: token.content for number, token in added.items() if token.content in _zone_markers(family)}
     if is_chat and (structure.visible_tools or family.reasons):
         prefix = tokenizer.decode(prompt) if shipped else opened
         tools = structure.visible_tools
-        reader = Reader(family, opened=prefix, tools=tools, calls=bool(tools))
-        added = tokenizer.added_tokens_decoder.items()
+        forced = structure.choice not in ("auto", "none")
+        reader = Reader(family, opened=prefix, tools=tools, calls=bool(tools), forced=forced)
         seen = "".join((*family.call_open, *family.call_close, str(family.template)))
-        keep = frozenset(number for number, token in added if token.content in seen)
+        keep = frozenset(number for number, token in added.items() if token.content in seen)
     transcript = Transcript(
         tokenizer,
         sampling.stop if constraint is None else (),  # a stop string would break what the grammar makes whole
@@ -49,8 +51,13 @@ def transcript_of(
         reader=reader,
         keep=keep,
         end_ids=frozenset() if sampling.ignore_eos else pair.target.eos_ids,
+        markers={number: text for number, text in markers.items() if number not in keep},
     )
     return transcript, constraint
+
+
+def _zone_markers(family: Family) -> tuple[str, ...]:
+    return (*family.call_open, *family.call_close, THINK_OPEN, THINK_CLOSE)
 
 
 class Answer:

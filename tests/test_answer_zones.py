@@ -94,13 +94,7 @@ def test_nothing_is_relaxed_inside_a_call_and_without_its_zone_the_call_is_anoth
     [
         TEXT,
         ADDED,
-        pytest.param(
-            SPECIAL,
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="without tools, special markers are left out of the text that zones follow (answer.py, `keep`)",
-            ),
-        ),
+        SPECIAL,
     ],
     ids=["text", "added", "special"],
 )

@@ -351,7 +351,6 @@ def test_regex_grammar_is_what_the_engine_uses(engine):
     assert engine.generate("the", response_format=form).text == engine.generate("the", response_format=same).text
 
 
-@pytest.mark.xfail(strict=True, reason="a forced call without a marker (Llama 3) that is cut short is left in the text")
 def test_b13_a_forced_call_without_a_marker_that_is_cut_is_invalid():
     with family_engine("llama3", "text") as engine:
         result = engine.generate(ASK, tools=[TOOL], tool_choice="required", max_tokens=20, **LOOSE)

@@ -332,7 +332,9 @@ def test_info_loads_no_weights(run, models, monkeypatch):
 @pytest.mark.parametrize("arguments", [(), ("default",)])
 def test_info_without_a_name_is_about_the_default(run, models, monkeypatch, arguments):
     monkeypatch.setattr("fly_llm.models.bundled.default_target", lambda: models["target"])
-    assert models["target"] in run("info", *arguments).stdout
+    shown = run("info", *arguments).stdout
+    assert "HuggingFaceTB/SmolLM2-135M-Instruct" in shown and "39,072" in shown  # the name that it goes by
+    assert models["target"] not in shown
 
 
 def test_info_of_nothing(run):

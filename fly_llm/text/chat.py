@@ -11,6 +11,7 @@ at a time uses one. Nothing here takes a lock.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import weakref
@@ -252,11 +253,25 @@ def _continuations(template: str, apply: Callable[..., Any]) -> list[Callable[..
 def _attempts(turns: list[Message]) -> Iterator[tuple[str, list[Message]]]:
     """The conversation as given, then reshaped more and more; shapes that change nothing are skipped."""
     yield "", turns
+    if any("tool_calls" in turn for turn in turns):
+        yield "arguments of tool calls were written as JSON text", [_with_text_arguments(turn) for turn in turns]
     merged = _merged(turns)
     if len(merged) < len(turns):
         yield "messages of one role in a row were merged", merged
     if any(turn["role"] in SYSTEM for turn in turns):
         yield "system messages were moved into the first user message", _merged(_folded(turns))
+
+
+def _with_text_arguments(turn: Message) -> Message:
+    """A message whose calls have their arguments as text, for templates that put them together with text."""
+    if "tool_calls" not in turn:
+        return turn
+    calls = []
+    for call in turn["tool_calls"]:
+        function = call.get("function", call)
+        written = {**function, "arguments": json.dumps(function.get("arguments"), ensure_ascii=False)}
+        calls.append({**call, "function": written} if "function" in call else written)
+    return {**turn, "tool_calls": calls}
 
 
 def _merged(turns: list[Message]) -> list[Message]:

@@ -55,11 +55,19 @@ class Reader:
         opened: the end of the prompt that is already part of the answer, `<think>` for one.
         tools: the tools of the request, in OpenAI's form; arguments are converted to the types of their schemas.
         calls: whether tool calls are looked for.
+        forced: the answer is a call, under a grammar; one that is cut short is invalid, with or without a marker.
     """
 
     def __init__(
-        self, family: Family, *, opened: str = "", tools: Sequence[dict[str, Any]] | None = None, calls: bool = True
+        self,
+        family: Family,
+        *,
+        opened: str = "",
+        tools: Sequence[dict[str, Any]] | None = None,
+        calls: bool = True,
+        forced: bool = False,
     ) -> None:
+        self._forced = forced
         template = dict(family.template)
         if not calls:
             fields = template["fields"].items()
@@ -206,6 +214,8 @@ class Reader:
         text = "".join(self._seen)
         if found and all(name in self._schemas for name, _ in found):
             yield from _call_pieces(text, found)
+        elif self._forced:  # the grammar allowed nothing else, so it was cut
+            yield Piece("invalid", text, InvalidToolCall(new_id(), text, "it is cut short"))
         else:
             self._skip_space = False
             yield Piece("content", text)

@@ -72,6 +72,11 @@ class Structure:
             rules = _call_rules(tokenizer, family, calls, parallel=self.parallel)
         elif answer is not None:
             rules = answer.replace("start:", "answer:", 1)
+            if self.visible_tools and not family.before:
+                raise ConfigError(
+                    f"response_format together with tools is not possible for models of the {family.name} family, "
+                    "whose calls no grammar is written for: give one of them"
+                )
             if self.visible_tools:
                 calls = [tool["function"] for tool in self.tools]
                 rules = rules.replace("answer:", "free:", 1)

@@ -7,7 +7,8 @@ strict that would complete one, that lie in the strict prefix, or in a zone that
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from fly_llm.text.detokenize import Detokenizer
@@ -35,6 +36,7 @@ class Transcript:
         reader: parts the answer into content, reasoning and calls; without one, all of it is content.
         keep: special tokens that the reader and the zones need to see.
         end_ids: tokens that end the answer and write nothing, special or not.
+        markers: special tokens that write nothing and open or close zones all the same, and their texts.
     """
 
     def __init__(
@@ -49,9 +51,11 @@ class Transcript:
         reader: Reader | None = None,
         keep: Collection[int] = (),
         end_ids: Collection[int] = frozenset(),
+        markers: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, keep)
         self._end_ids = end_ids
+        self._markers = markers
         self._reader = reader
         self._zones = zones if zones is not None else Zones(HERMES)
         self._strict_zones = frozenset(strict_zones)
@@ -74,7 +78,7 @@ class Transcript:
         """Take a round's tokens. Returns how many of them to keep if a stop string was completed, else None."""
         for i, token in enumerate(token_ids):
             text = "" if token in self._end_ids else self._detokenizer.push(token)
-            self._zone_of.append("grammar" if self._in_grammar else self._zones.push(text))
+            self._zone_of.append("grammar" if self._in_grammar else self._zones.push(self._markers.get(token, text)))
             self._spans.append((self._written, self._written))
             if self._take_in(text):
                 return i + 1
@@ -141,6 +145,7 @@ class Transcript:
             if self._has_stops:
                 strict[i] = strict[i] or any(self._stops.completes(text) for text in ends)
             new = [text[len(so_far) :] if text.startswith(so_far) else text for text in ends]
+            new = [self._markers.get(last, text) for last, text in zip((token, own), new, strict=True)]
             if self._strict_zones:
                 found = {self._zones.peek([*texts, text])[-1] for text in new}
                 strict[i] = strict[i] or not found.isdisjoint(self._strict_zones)

@@ -259,15 +259,7 @@ TEMPLATES = {
 }
 
 
-NO_STRINGS = pytest.mark.xfail(
-    strict=True,
-    reason="a template that takes arguments as a string only (DeepSeek V3's) is not found out: the history is refused",
-)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[NO_STRINGS] if name == "strings" else []) for name in TEMPLATES]
-)
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_b2_b10_history_with_calls_and_results_is_rendered_by_every_template(name):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATES[name]

@@ -244,10 +244,6 @@ def test_c3_streamed_structured_answers_are_enforced(babble):
     Small.model_validate(responses[-1].raw.model_dump())
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="LlamaIndex' programs look for streamed calls in additional_kwargs['tool_calls'], and only blocks have them",
-)
 def test_c3_a_streamed_program_ends_with_the_whole():
     def once(llm):
         return llm.chat_with_tools([get_function_tool(Small)], user_msg=ASKED)

@@ -392,7 +392,9 @@ def _chat_response(so_far: Answer, event: Event) -> ChatResponse:
     blocks: list[ContentBlock] = [ThinkingBlock(content=so_far.reasoning)] if so_far.reasoning else []
     blocks.append(TextBlock(text=so_far.text))
     blocks.extend(so_far.calls)
-    more = {"invalid_tool_calls": list(so_far.invalid)} if so_far.invalid else {}
+    more: dict[str, Any] = {"invalid_tool_calls": list(so_far.invalid)} if so_far.invalid else {}
+    if so_far.calls:  # where LlamaIndex's streaming programs look for them
+        more["tool_calls"] = list(so_far.calls)
     message = ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=more)
     about = _about(event.result)
     if event.reasoning:
