@@ -26,7 +26,7 @@ logger = logging.getLogger("fly_llm")
 
 CACHE_VARIABLE = "FLY_LLM_CACHE"
 
-_CONTEXT_WINDOW = 8192
+CONTEXT_WINDOW = 8192
 _MANIFEST = "manifest.json"
 _LOCK_SECONDS = 600.0
 
@@ -168,8 +168,8 @@ def convert(gguf: Path, folder: Path, dtype: str) -> None:
     model.hf_quantizer = None  # the weights are ordinary by now
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    if loaded.tokenizer.model_max_length > _CONTEXT_WINDOW:
-        loaded.tokenizer.model_max_length = loaded.context_window or _CONTEXT_WINDOW
+    if loaded.tokenizer.model_max_length > CONTEXT_WINDOW:
+        loaded.tokenizer.model_max_length = loaded.context_window or CONTEXT_WINDOW
     loaded.tokenizer.init_kwargs.pop("local_files_only", None)  # said about the GGUF file, not about the checkpoint
     with quiet():
         model.save_pretrained(folder)

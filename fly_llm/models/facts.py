@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fly_llm.errors import FLyError
+from fly_llm.models.bundled import CONTEXT_WINDOW
 from fly_llm.models.compatibility import context_window
 from fly_llm.models.sources import BUNDLED_NAME, Source, explained, resolve_source
 
@@ -29,7 +30,7 @@ class Facts:
 
     Attributes:
         context_window: the most tokens it can hold; None if nothing says so.
-        chat_template: its chat template, None if it has none.
+        chat_template: its chat template, None if it has none; of the bundled model, before its first use, a stand-in.
     """
 
     context_window: int | None
@@ -74,6 +75,8 @@ def _of_files(spec: ModelSpec, *, ask_hub: bool) -> Facts | None:
     where = resolve_source(BUNDLED_NAME if spec.source is None else spec.source)
     if spec.source is None and (folder := _bundled()) is not None:
         where = Source(where.name, str(folder), local=True)
+    elif spec.source is None:  # not converted yet, which its first request does; it is known all the same
+        return Facts(CONTEXT_WINDOW, _default_template(spec.chat_template) or "the bundled model's own")
     if where.gguf_file is not None:
         return _of_gguf(where, spec) if ask_hub else None
     config: Any = None
