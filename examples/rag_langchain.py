@@ -50,7 +50,8 @@ FLy is lossy: it also keeps some tokens that the target would not have written, 
 length and truth.
 speed: decode time per token, plain divided by the mode; below 1 is slower than plain. It says nothing about quality.
 Without a draft model, drafts are copied from prompt and answer (prompt lookup): where an answer copies little, as in \
-the open-ended prompt, there is little to gain. The bundled model is very small: take no figure here for a large one.
+the open-ended prompt, there is little to gain. FLy relaxes such copies only if asked to, as here (relax_lookup=True). \
+The bundled model is very small: take no figure here for a large one.
 """
 
 
