@@ -37,8 +37,7 @@ def transcript_of(
     if is_chat and (structure.visible_tools or family.reasons):
         prefix = tokenizer.decode(prompt) if shipped else opened
         tools = structure.visible_tools
-        forced = structure.choice not in ("auto", "none")
-        reader = Reader(family, opened=prefix, tools=tools, calls=bool(tools), forced=forced)
+        reader = Reader(family, opened=prefix, tools=tools, calls=bool(tools), forced=structure.is_forced)
         seen = "".join((*family.call_open, *family.call_close, str(family.template)))
         keep = frozenset(number for number, token in added.items() if token.content in seen)
     transcript = Transcript(

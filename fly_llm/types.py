@@ -342,3 +342,9 @@ class Event:
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     invalid_tool_calls: tuple[InvalidToolCall, ...] = ()
+
+    @property
+    def says_something(self) -> bool:
+        """Whether a reader gets anything with it; a round whose text is held back says nothing."""
+        parts = (self.text, self.reasoning, self.tool_calls, self.invalid_tool_calls, self.result is not None)
+        return any(parts)

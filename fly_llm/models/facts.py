@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fly_llm.errors import FLyError
-from fly_llm.models.bundled import CONTEXT_WINDOW
+from fly_llm.models.bundled import CONTEXT_WINDOW, converted_folder
 from fly_llm.models.compatibility import context_window
 from fly_llm.models.sources import BUNDLED_NAME, Source, explained, resolve_source
 
@@ -73,7 +73,7 @@ def _of_live(spec: ModelSpec) -> Facts | None:
 
 def _of_files(spec: ModelSpec, *, ask_hub: bool) -> Facts | None:
     where = resolve_source(BUNDLED_NAME if spec.source is None else spec.source)
-    if spec.source is None and (folder := _bundled()) is not None:
+    if spec.source is None and (folder := converted_folder()) is not None:
         where = Source(where.name, str(folder), local=True)
     elif spec.source is None:  # not converted yet, which its first request does; it is known all the same
         return Facts(CONTEXT_WINDOW, _default_template(spec.chat_template) or "the bundled model's own")
@@ -140,13 +140,6 @@ def _read(where: Source, spec: ModelSpec, name: str, ask_hub: bool) -> str | Non
         if not isinstance(path, str):
             return None
     return Path(path).read_text(encoding="utf-8") if Path(path).is_file() else None
-
-
-def _bundled() -> Path | None:
-    """The folder of the converted default model, if it has been converted."""
-    from fly_llm.models.bundled import converted_folder
-
-    return converted_folder()
 
 
 def _default_template(template: Any) -> str | None:

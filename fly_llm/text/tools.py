@@ -56,6 +56,11 @@ class Structure:
         """The tools the model is told of."""
         return [] if self.choice == "none" else [dict(tool) for tool in self.tools]
 
+    @property
+    def is_forced(self) -> bool:
+        """The answer must be a call."""
+        return self.choice not in ("auto", "none")
+
     def grammar(self, tokenizer: Any, family: Family, *, opened: str) -> str | None:
         """The grammar of the answer, or None if it is free.
 
@@ -64,9 +69,8 @@ class Structure:
             family: how it writes calls.
             opened: what of the answer the prompt has begun already; reasoning is let finish first.
         """
-        forced = self.choice not in ("auto", "none")
-        answer = None if forced or self.response_format is None else _format_grammar(self.response_format)
-        if forced:
+        answer = None if self.is_forced or self.response_format is None else _format_grammar(self.response_format)
+        if self.is_forced:
             names = None if self.choice == "required" else {self.choice}
             calls = [tool["function"] for tool in self.tools if names is None or tool["function"]["name"] in names]
             rules = _call_rules(tokenizer, family, calls, parallel=self.parallel)

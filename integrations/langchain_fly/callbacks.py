@@ -97,17 +97,12 @@ class FLyTextChunk(GenerationChunk):
 Chunk = TypeVar("Chunk", FLyChatChunk, FLyTextChunk)
 
 
-def _says_something(event: Event) -> bool:
-    parts = (event.text, event.reasoning, event.tool_calls, event.invalid_tool_calls, event.result is not None)
-    return any(parts)
-
-
 def with_rounds(events: Iterable[Event]) -> Iterator[tuple[Event, tuple[Round, ...]]]:
     """Events that have something to say, each with the rounds since the last one (a round's text may be held back)."""
     rounds: tuple[Round, ...] = ()
     for event in events:
         rounds = rounds if event.round is None else (*rounds, event.round)
-        if _says_something(event):
+        if event.says_something:
             yield event, rounds
             rounds = ()
 
@@ -118,7 +113,7 @@ async def awith_rounds(events: AsyncIterator[Event]) -> AsyncGenerator[tuple[Eve
     async with contextlib.aclosing(events):  # type: ignore[type-var]
         async for event in events:
             rounds = rounds if event.round is None else (*rounds, event.round)
-            if _says_something(event):
+            if event.says_something:
                 yield event, rounds
                 rounds = ()
 

@@ -384,8 +384,7 @@ class Answer:
             for call in event.tool_calls
         )
         self.invalid.extend(call.raw for call in event.invalid_tool_calls)
-        parts = (event.text, event.reasoning, event.tool_calls, event.invalid_tool_calls, event.result is not None)
-        return any(parts)
+        return event.says_something
 
 
 def _chat_response(so_far: Answer, event: Event) -> ChatResponse:
