@@ -60,11 +60,12 @@ def main() -> None:
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft")
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--rows", type=int)
+    parser.add_argument("--skip", type=int, default=0, help="rows to leave out at the start, of a run that was stopped")
+    parser.add_argument("--rows", type=int, help="how many rows after those")
     parser.add_argument("--max-tokens", type=int, default=160)
     args = parser.parse_args()
     engine = FLyEngine.from_pretrained(args.target, args.draft, max_tokens=args.max_tokens, local_files_only=True)
-    rows = [json.loads(line) for line in args.data.read_text("utf-8").splitlines()][: args.rows]
+    rows = [json.loads(line) for line in args.data.read_text("utf-8").splitlines()][args.skip :][: args.rows]
     right: Counter[str] = Counter()
     zones: Counter[str] = Counter()
     sums: Counter[str] = Counter()

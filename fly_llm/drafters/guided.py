@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -33,6 +33,7 @@ class GuidedDrafter:
     def __init__(self, inner: Drafter, guide: Guide) -> None:
         self._inner = inner
         self._guide = guide
+        self._eos_ids: Collection[int] = ()
 
     @property
     def num_forwards(self) -> int:
@@ -41,6 +42,7 @@ class GuidedDrafter:
 
     def start(self, request: DraftRequest) -> None:
         """See `Drafter.start`."""
+        self._eos_ids = request.eos_ids
         self._inner.start(request)
 
     def close(self) -> None:
@@ -51,7 +53,7 @@ class GuidedDrafter:
         """See `Drafter.propose`."""
         forced = self._guide.forced(tentative, max_tokens)
         draft = Draft()
-        if len(forced) < max_tokens:
+        if len(forced) < max_tokens and not (forced and forced[-1] in self._eos_ids):
             draft = self._inner.propose(committed, [*tentative, *forced], max_tokens - len(forced))
         keep = self._guide.allowed([*tentative, *forced], draft.ids)
         probs = None if draft.probs is None else draft.probs[:keep]

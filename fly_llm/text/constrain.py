@@ -104,13 +104,17 @@ class Constraint:
         return logits.masked_fill(forbidden, -torch.inf)
 
     def forced(self, tentative: Sequence[int], max_tokens: int) -> list[int]:
-        """The tokens that must follow, as far as the grammar leaves no choice."""
+        """The tokens that must follow, as far as the grammar leaves no choice; the end of the answer is one."""
         if self._ended or max_tokens < 1:
             return []
         walked = self._walk(tentative)
         found = [] if walked < len(tentative) else list(self._matcher.compute_ff_tokens())[:max_tokens]
         if found:
             found = found[: self._matcher.validate_tokens(found)]
+        if walked == len(tentative) and len(found) < max_tokens and self._eos_ids:
+            walked += self._walk(found)
+            if self._matcher.is_stopped():
+                found.append(min(self._eos_ids))
         self._back(walked)
         return found
 
@@ -118,9 +122,11 @@ class Constraint:
         """How many first tokens of a draft the grammar allows."""
         if self._ended:
             return len(draft_ids)
-        walked = self._walk([*tentative, *draft_ids])
+        tokens = [*tentative, *draft_ids]
+        walked = self._walk(tokens)
+        ends = walked < len(tokens) and tokens[walked] in self._eos_ids and self._matcher.is_accepting()
         self._back(walked)
-        return max(0, walked - len(tentative))
+        return max(0, walked + ends - len(tentative))
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """The answer goes on with these tokens."""

@@ -49,12 +49,13 @@ _LOOSE = {"allow_non_json": True}
 
 
 _BARE = {
-    "open_pattern": r'\A\s*(?:```(?:json|tool_call)?\s*)?(?=\{{1,2}\s*"name"\s*:)',
+    "open_pattern": r'(?:\A|(?<=</think>))\s*(?:```(?:json|tool_call)?\s*)?(?=\{{1,2}\s*"name"\s*:)',
     "close": "```",
     "content": "json",
     "content_args": _LOOSE,
 }
-"""An answer that is a call without markers, in a fence or not: small models forget them. Llama 3 does without."""
+"""An answer that is a call without markers, in a fence or not, perhaps after reasoning: small models forget them.
+Llama 3 does without."""
 
 
 def _template(calls: Mapping[str, Any], **more: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class Reader:
         self._schemas: dict[str, Any] = {
             tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self._tools
         }
-        self._seen: list[str] = []  # the answer so far, until it has shown that it is no call without markers
+        self._seen: list[str] = []  # the answer so far, behind reasoning, until it is known whether it is a bare call
         self._region = ""  # the field that is open
         self._raw = ""  # its text
         self._opener = ""  # what opened it
@@ -166,8 +166,10 @@ class Reader:
                 elif name == "content" and (text := self._without_space(text)):
                     yield Piece("content", text)
             else:
-                self._skip_space = self._skip_space or name != "content"
-                if name == "tool_calls":
+                self._skip_space = self._skip_space or name not in ("content", "bare_call")
+                if name == "reasoning_content":
+                    self._seen.clear()
+                elif name == "tool_calls":
                     yield from self._calls(self._raw if self._cut else event["value"])
                 elif name == "bare_call":
                     yield from self._bare(event["value"])
@@ -213,11 +215,11 @@ class Reader:
         found = self._found(value)
         text = "".join(self._seen)
         if found and all(name in self._schemas for name, _ in found):
+            self._skip_space = True
             yield from _call_pieces(text, found)
         elif self._forced:  # the grammar allowed nothing else, so it was cut
             yield Piece("invalid", text, InvalidToolCall(new_id(), text, "it is cut short"))
-        else:
-            self._skip_space = False
+        elif text := self._without_space(text):
             yield Piece("content", text)
 
     def _calls(self, value: Any) -> Iterator[Piece]:

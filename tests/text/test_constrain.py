@@ -154,8 +154,10 @@ def test_allowed_counts_what_the_masks_allow(name):
             draft = walk(grammar, rng, 7, stray=0.1)
             tentative, draft = draft[:2], draft[2:]
         expected = 0
-        while expected < len(draft) and reference(grammar, [*tentative, *draft[: expected + 1]]) is not None:
+        while expected < len(draft) and draft[expected] in (reference(grammar, [*tentative, *draft[:expected]]) or ()):
             expected += 1
+            if draft[expected - 1] == EOS:
+                break
         if reference(grammar, tentative) is None:
             expected = 0
         assert constraint(grammar).allowed(tentative, draft) == expected
@@ -164,25 +166,27 @@ def test_allowed_counts_what_the_masks_allow(name):
 
 
 @pytest.mark.parametrize(
-    ("grammar", "begun", "forced"),
+    ("grammar", "begun", "forced", "ends"),
     [
-        (choice_grammar(["the fox", "a dog"]), "the", " fox"),
-        (choice_grammar(["the fox", "a dog"]), "", ""),
-        (json_grammar(PERSON), "", "{"),
-        ('start: "for index in range" /[0-9]/ " and the dog"', "", "for index in range"),
-        ('start: "for index in range" /[0-9]/ " and the dog"', "for index in range7", " and the dog"),
-        (choice_grammar(["the fox"]), "the fox", ""),
+        (choice_grammar(["the fox", "a dog"]), "the", " fox", True),
+        (choice_grammar(["the fox", "a dog"]), "", "", False),
+        (json_grammar(PERSON), "", "{", False),
+        ('start: "for index in range" /[0-9]/ " and the dog"', "", "for index in range", False),
+        ('start: "for index in range" /[0-9]/ " and the dog"', "for index in range7", " and the dog", True),
+        (choice_grammar(["the fox"]), "the fox", "", True),
     ],
 )
-def test_forced_tokens(grammar, begun, forced):
+def test_forced_tokens(grammar, begun, forced, ends):
     guide = constraint(grammar)
     guide.commit(ids_of(begun))
-    assert TOKENIZER.decode(guide.forced((), 30)) == forced
+    tokens = guide.forced((), 30)
+    assert TOKENIZER.decode([token for token in tokens if token != EOS]) == forced
+    assert (tokens[-1:] == [EOS]) == ends, "the end is forced where the grammar has ended"
     for limit in range(4):
         assert guide.forced((), limit) == guide.forced((), 30)[:limit]
     for i in range(len(forced)):
         later = guide.forced(ids_of(forced[:i]), 30)
-        assert forced[i:].startswith(TOKENIZER.decode(later))
+        assert forced[i:].startswith(TOKENIZER.decode([token for token in later if token != EOS]))
     assert guide.forced(ids_of("zzz"), 30) == [], "nothing is forced behind what is not allowed"
 
 
@@ -194,11 +198,14 @@ def test_forced_tokens_leave_no_other_text():
             if EOS in begun:
                 continue
             found = constraint(grammar).forced(begun, 30)
-            text = TOKENIZER.decode(found)
+            text = TOKENIZER.decode([token for token in found if token != EOS])
             at = 0
             for i, token in enumerate(found):
                 may = reference(grammar, [*begun, *found[:i]])
                 assert token in may
+                if token == EOS:
+                    assert may == {EOS} and i == len(found) - 1
+                    continue
                 for other in map(TOKENIZER.decode, may):
                     assert text[at:].startswith(other[: len(text) - at]), "another token would write other text"
                 at += len(TOKENIZER.decode([token]))
@@ -214,8 +221,10 @@ def test_a11_after_the_end_only_eos_and_after_eos_nothing_is_asked():
     guide.commit(tokens)
     assert not guide.ended
     assert allowed_in(guide.mask((), [EOS], torch.zeros(2, VOCAB_SIZE))[0]) == {EOS}
-    assert guide.forced((), 9) == []
+    assert guide.forced((), 9) == [EOS]
     assert guide.allowed((), [7]) == 0
+    assert guide.allowed((), [EOS, 7]) == 1
+    assert guide.allowed((), []) == guide.allowed([EOS], [7]) == 0
     for _ in range(3):  # again and again, as a round that is drafted for does
         guide.commit([EOS, 12, 13])
         assert guide.ended

@@ -18,6 +18,22 @@ def test_a_call_without_markers(form, fence):
 
 
 @every_form
+@pytest.mark.parametrize("opened", ["", "<think>"])
+def test_a_call_without_markers_behind_reasoning(form, opened):
+    thought = "<think>"[len(opened) :] + 'I need it.\n{"name": "get"}</think>\n\n'
+    call = '{"name": "get", "arguments": {"n": 1}}'
+    parts = read(form.family, list(thought + call), opened=opened)
+    assert calls_of(parts) == [("get", {"n": 1})]
+    assert "".join(part.text for part in parts if part.kind == "reasoning").strip() == 'I need it.\n{"name": "get"}'
+    assert said(parts) == ""
+    parts = read(form.family, list(thought + '{"name": "Bob"} is it.'), opened=opened)
+    assert calls_of(parts) == []
+    assert said(parts) == '{"name": "Bob"} is it.'
+    parts = read(form.family, list(thought + "Well: " + call), opened=opened)
+    assert (calls_of(parts), said(parts)) == ([], "Well: " + call)
+
+
+@every_form
 @pytest.mark.parametrize(
     "text",
     [
